@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
-from robust_dcp.comm import Channel, ExchangeStats, Offer, combined_signature, connections
+from robust_dcp.comm import Channel, ExchangeStats, Offer, connections
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
-from tests.comm.messages import Note
+from tests.comm.messages import Note, combined_signature
 from tests.harness.network import GlooNetwork, SimulatedNetwork, run_channels
 
 

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from robust_dcp.comm import endings
 from robust_dcp.comm import link as link_module
+from robust_dcp.comm.endings import Waiting
 from robust_dcp.comm.exchange import Exchange
-from robust_dcp.comm.link import Link, Waiting
+from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
+from robust_dcp.comm.relay import Passing
 from torture.exchanges import judge_seed
 
 
@@ -108,7 +111,7 @@ FAULTS = [
         "if exchange.interrupt is not None:",
         "if False:",
         "damaged",
-        9001024,
+        9008771,
     ),
     Fault(
         "the roll is called once, though the network is gone for a moment",
@@ -135,7 +138,7 @@ FAULTS = [
         "if own_rank < rank and (rank, own_rank) in tried",
         "if own_rank < rank",
         "suspended",
-        9000006,
+        9000061,
     ),
     Fault(
         "the verdict is made before the others have answered",
@@ -237,15 +240,6 @@ FAULTS = [
         9000001,
     ),
     Fault(
-        "a rank that cannot be reached is forgotten",
-        Operation,
-        "problem_of_lost",
-        "link.gone[peer] = detail",
-        "pass",
-        "long outage",
-        9000054,
-    ),
-    Fault(
         "connections stay open if the store is lost while their end is agreed on, and a relay waits for ever",
         Link,
         "_call_roll",
@@ -261,16 +255,52 @@ FAULTS = [
         "patience.VERDICT_SECONDS * min(number - 1, 2)",
         "patience.VERDICT_SECONDS * min(number - 1, 1)",
         "several killed",
-        7001929,
+        7116600,
     ),
     Fault(
         "ranks that only a lost one joins to the others hear of the end half a timeout later",
         Link,
-        "where_waits",
+        "say_waiting",
         "raise Problem.of_lost({}, may_return=True)",
         "pass",
         "long outage",
         62000587,
+    ),
+    Fault(
+        "a rank is called missing that waits for a silent one, which should pass a result on to it",
+        endings,
+        "missing_ranks_error",
+        "if rank in missing and there.operation == operation.key and",
+        "if False and",
+        "frozen",
+        620000444,
+    ),
+    Fault(
+        "a rank that only a silent one joins to the others does not follow them to new connections",
+        Operation,
+        "_receive",
+        "any(exchange.silence_of(each, now) > look_seconds / 2 for each in exchange.tree.neighbours)",
+        "any(exchange.neighbours[each].heard_seconds is None for each in exchange.tree.neighbours)",
+        "frozen",
+        620000444,
+    ),
+    Fault(
+        "the time to connect again passes while a process stands still",
+        Operation,
+        "_go_down",
+        "if exchange.catching_up_seconds(now) and until < math.inf:",
+        "if exchange.catching_up_seconds(now) and False:",
+        "suspended",
+        9004542,
+    ),
+    Fault(
+        "a rank that cannot connect in a relay has dropped its connections, and does not answer why",
+        Passing,
+        "_connect",
+        "if str(error).startswith(CONNECTING_FAILED):",
+        "if False:",
+        "cut",
+        9008757,
     ),
 ]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.comm import Agreement, Offer, combined_signature
+from robust_dcp.comm import Agreement, Offer
 from robust_dcp.comm.combine import N_FLAGS
 from robust_dcp.comm.tree import Tree
+from tests.comm.messages import combined_signature
 
 sizes = st.integers(1, 300)
 

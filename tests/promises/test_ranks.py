@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import CopyOptions, RobustReader, RobustWriter
-from robust_dcp.comm import connections
+from robust_dcp import Channel, CopyOptions, RobustReader, RobustWriter
+from robust_dcp.comm import connections, patience
 from robust_dcp.comm.connections import Connections
 from robust_dcp.comm.link import Link
 from tests.faults.disk import CHANGES, LONG_TESTS, Call, Fault, FaultDisk, kill
@@ -153,6 +153,39 @@ def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_wor
     for rank, verdict in enumerate(values(run_ranks(2, come_too_late, str(tmp_path / "checkpoint"), late))):
         assert verdict.type_name == "ExchangeTimeout" and verdict.fields["missing_ranks"] == [late]
         assert verdict.message.startswith(f"this rank ({late}) came after the others had given up") == (rank == late)
+
+
+def fail_with_a_path(path: str) -> list[str]:
+    """Rank 1 does something else, fails in its work, or fails between two exchanges."""
+    rank, messages = dist.get_rank(), []
+    for fault in ("is elsewhere", "fails", "leaves"):
+        channel = Channel.for_group(operation=f"save {path}: {fault}", timeout_seconds=60)
+
+        def fail_if(how: str, fault: str = fault) -> None:
+            if rank == 1 and how == fault:
+                raise LookupError(path)
+
+        def save(channel: Channel = channel, fault: str = fault) -> None:
+            phase = f"{'load' if rank == 1 and fault == 'is elsewhere' else 'save'} {path}"
+            with channel.together():
+                channel.barrier("begin")
+                fail_if("leaves")
+                channel.barrier(phase, lambda: fail_if("fails"))
+
+        messages.append(verdict_of(save).message)
+    return messages
+
+
+def test_a_failure_at_a_path_that_is_no_utf8_is_told_in_words_on_all_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / os.fsdecode(b"\xff"))
+    text = path.encode(errors="backslashreplace").decode()
+    elsewhere, fails, leaves = zip(*on_ranks(2, fail_with_a_path, path), strict=True)
+    words = (
+        f"rank 0 is in barrier 'save {text}' of save {text}: is elsewhere; rank 1 is in barrier 'load {text}' of save"
+    )
+    assert all(words in each for each in elsewhere)
+    assert all(f"failed on rank 1: LookupError: {text}" in each for each in fails)
+    assert "was left by rank 1: LookupError" in leaves[0] and leaves[1] == path
 
 
 def freeze_once_in_commit(path: str, call: str, target: str | None) -> Verdict:
@@ -420,6 +453,7 @@ def stand_still_while_connecting(path: str) -> float:
         mock.patch.object(Connections, "start", stand_still_and_start),
         mock.patch.object(Link, "break_up", give_up),
         mock.patch.object(connections, "_CONNECT_TIMEOUT", datetime.timedelta(seconds=0.2)),  # gloo waits 5 times that
+        mock.patch.object(patience, "GREETING_SECONDS", 2.0),  # where the kernel of rank 1 takes the call of rank 0
     ):
         for _ in range(3):
             has_given_up.unlink(missing_ok=True)

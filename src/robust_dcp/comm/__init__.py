@@ -5,7 +5,7 @@ This is the only layer that talks to other processes. It knows nothing of plans,
 """
 
 from robust_dcp.comm.channel import Channel
-from robust_dcp.comm.combine import Agreement, Offer, combined_signature
+from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.endings import Stopped
 from robust_dcp.comm.link import ExchangeStats
 from robust_dcp.comm.relay import Bucket, Relay
@@ -18,5 +18,4 @@ __all__ = [
     "Offer",
     "Relay",
     "Stopped",
-    "combined_signature",
 ]

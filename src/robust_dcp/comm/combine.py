@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from robust_dcp.comm.tree import Tree
-
 SIGNATURE_NBYTES = 16
 N_FLAGS = 4
 
@@ -56,7 +54,7 @@ class Agreement(NamedTuple):
 
     Attributes:
         n_ranks: how many ranks it covers.
-        signature: for one rank its own; for several ranks the hash of :func:`combined_signature`.
+        signature: for a rank without children its own, else BLAKE2b over its own and the hashes of its children.
         same: the 16 bytes that the first rank of the range offered. is_same: whether all ranks offered these.
         lowest, highest: the extremes of the values that are not 0; 0 if there are none.
         lowest_rank, highest_rank: the first rank that offered each.
@@ -125,18 +123,6 @@ class Agreement(NamedTuple):
         fields = _LAYOUT.unpack_from(body)
         counts, first_ranks = fields[8 : 8 + N_FLAGS], fields[8 + N_FLAGS : 8 + 2 * N_FLAGS]
         return cls._make((*fields[:8], counts, first_ranks, fields[-1]))
-
-
-def combined_signature(signatures: Sequence[bytes], root: int = 0) -> bytes:
-    """The hash over the signatures of all ranks, in rank order, that :class:`Agreement` has for a tree under ``root``.
-
-    It is a Merkle hash. For a rank with children in the tree it is BLAKE2b over its own signature and their hashes.
-    """
-    hashes = list(signatures)
-    for rank in reversed(Tree(root, len(hashes), root).below):
-        children = Tree(rank, len(hashes), root).children
-        hashes[rank] = _combined([hashes[rank], *[hashes[child] for child in children]])
-    return hashes[root]
 
 
 def _combined(hashes: Sequence[bytes]) -> bytes:

@@ -12,7 +12,7 @@ Everything that is told has a bounded length, and none of it is a pickle. The li
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,24 +134,24 @@ def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
     """The fields of ``error`` as msgpack supports them. If they are too long, lists and dicts are left out."""
     fields = error.to_fields()
     fields["message"] = _shortened(str(fields["message"]), _MAX_MESSAGE_CHARS)
-    plain: dict[str, Any] = _as_text(msgspec.to_builtins(fields, str_keys=True, enc_hook=str))
+    plain: dict[str, Any] = as_text(msgspec.to_builtins(fields, str_keys=True, enc_hook=str))
     if len(msgspec.msgpack.encode(plain)) > _MAX_FIELDS_NBYTES:
         plain = {name: None if isinstance(value, list | tuple | dict) else value for name, value in plain.items()}
     return plain
 
 
-def _as_text(value: Any) -> Any:
-    """A plain value, in which lone surrogates are replaced: a path that is no UTF-8 has some, and UTF-8 has none."""
+def as_text(value: Any) -> Any:
+    """A plain value, in which lone surrogates are escaped: a path that is no UTF-8 has some, and UTF-8 has none."""
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()
+        return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_as_text(key): _as_text(each) for key, each in value.items()}
-    return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value
+        return {as_text(key): as_text(each) for key, each in value.items()}
+    return [as_text(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _shortened(text: str, limit: int) -> str:
-    """``text``, or its beginning and end if it is longer than ``limit``. Lone surrogates are replaced."""
-    text = _as_text(text)
+    """``text``, or its beginning and end if it is longer than ``limit``. Lone surrogates are escaped."""
+    text = as_text(text)
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[{len(text) - limit} characters left out]\n{text[-(limit // 2) :]}"
@@ -235,6 +235,35 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     apart: dict[int, str] = {}
 
 
+class Waiting(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank waits, as it tells the others in the store.
+
+    Attributes:
+        operation, number, what: of the exchange in which it waits.
+        completed: the operations that it was in lately, and how many exchanges of each have ended well.
+        awaited: the ranks for which it waits, as far as it knows.
+    """
+
+    operation: OperationKey
+    number: int
+    what: str
+    completed: tuple[tuple[OperationKey, int], ...]
+    awaited: tuple[int, ...] = ()
+
+    def is_elsewhere(self, other: Waiting) -> bool:
+        """Whether this rank and the ``other`` one wait for each other in different operations, or for different
+        purposes in one exchange.
+
+        In another exchange of the same operation one of them is only late. So is a rank that has not got the result of
+        an exchange which the other one has completed."""
+        if self.operation == other.operation:
+            return self.number == other.number and self.what != other.what
+        return not (self._has_completed(other) or other._has_completed(self))
+
+    def _has_completed(self, other: Waiting) -> bool:
+        return any(key == other.operation and other.number < n_exchanges for key, n_exchanges in self.completed)
+
+
 class EndMessage(msgspec.Struct, array_like=True, frozen=True):
     """The end message: how operations ended out of step, the same for all ranks.
 
@@ -251,7 +280,9 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
     are_crossed: bool = False
 
 
-def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: Sequence[Answer]) -> EndMessage:
+def verdict(
+    problem: Problem, operation: Any, size: int, own: Answer, answers: Sequence[Answer], waiting: Mapping[int, Waiting]
+) -> EndMessage:
     """Decide which operations end, and make the exception for all ranks that are in them.
 
     Args:
@@ -260,6 +291,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         size: how many ranks the group has.
         own: the answer of this rank.
         answers: those of all ranks that have answered.
+        waiting: where missing ranks wait, as far as they have told.
     """
     key, what, phase = operation.key, operation.what, operation.phase
     answers = sorted({answer.rank: answer for answer in (own, *answers)}.values(), key=lambda answer: answer.rank)
@@ -299,7 +331,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
-        error = missing_ranks_error(problem, operation, size, answers)
+        error = missing_ranks_error(problem, operation, size, answers, waiting)
     gone = tuple(sorted({rank for rank, _ in closed}))
     return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), gone, are_crossed)
 
@@ -322,8 +354,10 @@ def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int
     )
 
 
-def missing_ranks_error(problem: Problem, operation: Any, size: int, answers: Sequence[Answer]) -> ExchangeTimeout:
-    """The exception for ``problem`` in ``operation``, by what ``answers`` say of other ranks."""
+def missing_ranks_error(
+    problem: Problem, operation: Any, size: int, answers: Sequence[Answer], waiting: Mapping[int, Waiting] = {}
+) -> ExchangeTimeout:
+    """The exception for ``problem`` in ``operation``, by what ``answers`` say of others, and ``waiting`` of some."""
     doing = {answer.rank: answer.doing for answer in answers}
     missing = dict(problem.missing)
     for answer in answers if not problem.is_loss else ():
@@ -332,6 +366,13 @@ def missing_ranks_error(problem: Problem, operation: Any, size: int, answers: Se
         # A rank that answers is alive: only its work does not advance.
         if rank in doing and operation.what not in doing[rank]:
             missing[rank] = f"{text}: it is in {doing[rank]}"
+    for rank, there in waiting.items():
+        # Who has not got a result yet, because the one that should pass it on is silent, does not come either.
+        if rank in missing and there.operation == operation.key and there.number < operation.n_exchanges:
+            silent = {each: f"rank {each} is silent, and rank {rank} waits for it" for each in there.awaited}
+            missing = {**{each: text for each, text in silent.items() if each not in doing}, **missing}
+            if not silent.keys() <= doing.keys():
+                del missing[rank]
     described = [missing[rank] for rank in sorted(missing)[:_MAX_RANKS_DESCRIBED]]
     if len(missing) > len(described):
         described.append(f"and {len(missing) - len(described)} more: {sorted(missing)[_MAX_RANKS_DESCRIBED:]}")

@@ -115,9 +115,9 @@ class Frame(NamedTuple):
 
 def operation_id(name: str) -> int:
     """The number that stands for an operation, such as ``"save /ckpt/step_3"``, in frames."""
-    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def phase_id(text: str) -> int:
     """The number that stands for an exchange, such as ``"gather 'save 3: plan' to rank 0"``, in frames."""
-    return zlib.crc32(text.encode(errors="replace"))
+    return zlib.crc32(text.encode())

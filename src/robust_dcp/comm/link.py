@@ -16,7 +16,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ from robust_dcp.comm.endings import (
     EndMessage,
     OperationKey,
     Problem,
+    Waiting,
     end_of_leaving,
     end_without_store,
     verdict,
@@ -53,6 +54,7 @@ _LOOK_SECONDS = 1.0
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_GROWTH = 0.002, 0.25, 2.0
 _GOLDEN_RATIO = 0.618034
 _MAX_COMPLETED = 8
+_MAX_ASKED = 64
 
 Look = Callable[[], Steps[None]]
 """Is called again and again while a rank waits. It raises to end the wait."""
@@ -101,33 +103,6 @@ class ExchangeStats(msgspec.Struct):
     messages_sent: int = 0
     header_nbytes_sent: int = 0
     payload_nbytes_sent: int = 0
-
-
-class Waiting(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank waits, as it tells the others in the store.
-
-    Attributes:
-        operation, number, what: of the exchange in which it waits.
-        completed: see :class:`Link`.
-    """
-
-    operation: OperationKey
-    number: int
-    what: str
-    completed: tuple[tuple[OperationKey, int], ...]
-
-    def is_elsewhere(self, other: Waiting) -> bool:
-        """Whether this rank and the ``other`` one wait for each other in different operations, or for different
-        purposes in one exchange.
-
-        In another exchange of the same operation one of them is only late. So is a rank that has not got the result of
-        an exchange which the other one has completed."""
-        if self.operation == other.operation:
-            return self.number == other.number and self.what != other.what
-        return not (self._has_completed(other) or other._has_completed(self))
-
-    def _has_completed(self, other: Waiting) -> bool:
-        return any(key == other.operation and other.number < n_exchanges for key, n_exchanges in self.completed)
 
 
 class Link:
@@ -443,24 +418,28 @@ class Link:
         if len(self.completed) > _MAX_COMPLETED:
             del self.completed[next(iter(self.completed))]
 
-    def say_waiting(self, generation: int, waiting: Waiting | None) -> Steps[None]:
-        """Tell the others where this rank waits; ``None`` if it waits no longer. Nobody minds if that fails."""
-        encoded = b"" if waiting is None else encode(waiting)
-        with contextlib.suppress(StoreLost):
-            yield from self.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", encoded))
+    def say_waiting(self, generation: int, waiting: Waiting | None, peers: Sequence[int] = ()) -> Steps[list[Waiting]]:
+        """Tell the others where this rank waits; ``None`` if it waits no longer. Return what ``peers`` have told.
 
-    def where_waits(self, generation: int, peer: int) -> Steps[Waiting | None]:
-        """What ``peer`` has said by :meth:`say_waiting`.
+        Nobody minds if the store does not answer.
 
         Raises:
             Problem: the others have given up these connections, and none that is left leads to one of them.
         """
-        place, encoded = self._place(generation), b""
+        encoded = b"" if waiting is None else encode(waiting)
+
+        def say(store: Any) -> list[bytes] | None:
+            if waiting is not None and self.notes.is_pointless(store):
+                return None
+            store.set(f"{self.rank} waits", encoded)
+            return list(_present(store, [f"{peer} waits" for peer in peers]).values())
+
         with contextlib.suppress(StoreLost):
-            if (yield from self.ask(place, self.notes.is_pointless)):
+            values = yield from self.ask(self._place(generation), say)
+            if values is None:
                 raise Problem.of_lost({}, may_return=True)
-            encoded = yield from self.ask(place, lambda store: value_of(store, f"{peer} waits"))
-        return decode(encoded, Waiting) if encoded else None
+            return [decode(value, Waiting) for value in values if value]
+        return []
 
     # Ending a generation.
 
@@ -479,11 +458,11 @@ class Link:
                 return
             place = self._place(generation)
 
-            def verdict_on(answers: Sequence[Answer]) -> EndMessage:
-                return verdict(problem, operation, self.size, self._answer(problem), answers)
+            def verdict_on(answers: Sequence[Answer], waiting: Mapping[int, Waiting]) -> EndMessage:
+                return verdict(problem, operation, self.size, self._answer(problem), answers, waiting)
 
             if self.notes.life_over == self.notes.life != "":
-                end_message = EndMessage((), verdict_on([]).error)
+                end_message = EndMessage((), verdict_on([], {}).error)
                 # All at once: a rank that had the next life, and still counted from here, would meet nobody.
                 self.notes.life, self._first = "", generation + 1
             else:
@@ -498,7 +477,7 @@ class Link:
                 except StoreLost as lost:
                     problem.is_loss = False  # the lost ranks cannot say that they are alive
                     host = self.store_host
-                    alone = verdict_on([])
+                    alone = verdict_on([], {})
                     end_message = end_without_store(alone, operation.what, self.size, str(lost), host, self.rank)
                     self._unsettled = place, encode(end_message)
             yield from self._drop(problem)
@@ -524,7 +503,7 @@ class Link:
         return (yield from self.ask(place, lambda store: value_of(store, "end"), until=until))
 
     def _call_roll(
-        self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage], patient_until: float
+        self, place: str, problem: Problem, verdict_on: Callable[..., EndMessage], patient_until: float
     ) -> Steps[bytes]:
         """Agree with the other ranks on the end message that counts for all of them."""
 
@@ -576,7 +555,12 @@ class Link:
             while len(encoded) < expected and self.now < until + (n_begun > len(encoded)) * patience.ROLL_CALL_SECONDS:
                 yield from self.pause(0.02)
                 n_begun = yield from ask(read_answers)
-        decided = encode(verdict_on([decode(each, Answer) for each in encoded.values()]))
+        answers = [decode(each, Answer) for each in encoded.values()]
+        missing = sorted({*problem.missing}.union(*[answer.missing for answer in answers]))[:_MAX_ASKED]
+        keys = {f"{rank} waits": rank for rank in missing}
+        notes = yield from ask(lambda store: _present(store, list(keys)))
+        waiting = {keys[key]: decode(value, Waiting) for key, value in notes.items() if value}
+        decided = encode(verdict_on(answers, waiting))
         return (yield from ask(lambda store: compare_set(store, "end", "", decided)))
 
     def _say_gone(self, problem: Problem | None) -> Steps[Connections | None]:

@@ -47,12 +47,14 @@ from robust_dcp.comm.endings import (
     OperationKey,
     Problem,
     Stopped,
+    Waiting,
+    as_text,
     as_told_to,
     missing_ranks_error,
 )
 from robust_dcp.comm.exchange import Beat, Exchange, Message
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind
-from robust_dcp.comm.link import ExchangeStats, Link, Waiting
+from robust_dcp.comm.link import ExchangeStats, Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
 from robust_dcp.comm.waits import Call, Finish, Receive, Steps, Until
@@ -121,7 +123,7 @@ class Operation:
 
     def __init__(self, link: Link, name: str, timeout_seconds: float, deadline_seconds: float | None = None) -> None:
         self.link = link
-        self.name = name
+        self.name = as_text(name)  # a path may be no UTF-8
         self.timeout_seconds = timeout_seconds
         self.deadline_seconds = math.inf if deadline_seconds is None else deadline_seconds
         self.what = self.phase = ""
@@ -410,7 +412,8 @@ class Operation:
             if generation != link.generation:  # those that have not got the result connect again soon
                 generation = link.generation
                 until = min(until, now + patience.RECONNECT_SECONDS)
-            exchange.catching_up_seconds(now)
+            if exchange.catching_up_seconds(now) and until < math.inf:
+                until = now + patience.RECONNECT_SECONDS  # this process stood still, and they may have done so as well
             lacking = exchange.lacking(children, Kind.HEARD)
             exchange.absent = tuple(
                 peer
@@ -639,11 +642,14 @@ class Operation:
             return
         if not exchange.neighbours[peer].is_done and peer in exchange.tree.neighbours:
             exchange.catching_up_seconds(self.link.now)
-            yield from self.link.break_up(generation, self.problem_of_lost(exchange, peer, connections, detail), self)
+            yield from self.link.break_up(generation, self.problem_of_lost(peer, connections, detail), self)
 
-    def problem_of_lost(self, exchange: Exchange, peer: int, connections: Connections | None, detail: str) -> Problem:
+    def problem_of_lost(self, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The connection to ``peer`` broke, or could not be made if there are no ``connections``."""
-        link, neighbour = self.link, exchange.neighbours[peer]
+        link, exchange = self.link, self._exchange
+        if exchange is None:
+            return Problem.of_lost({}, may_return=True)
+        neighbour = exchange.neighbours[peer]
         has_closed = connections is not None and not connections.is_dropped  # that rank, and not this one
         if detail.startswith(CONNECTING_FAILED):
             link.gone[peer] = detail
@@ -672,12 +678,6 @@ class Operation:
         text = f"rank {self.link.rank} stood still for {exchange.stood_still_seconds:.1f} seconds"
         return Problem.of_silent(self.link.rank, self.timeout_seconds, text)
 
-    def problem_in_work(self, peer: int, connections: Connections | None, detail: str) -> Problem:
-        """The same, while this rank's own work needs ``peer``."""
-        if self._exchange is None:
-            return Problem.of_lost({}, may_return=True)
-        return self.problem_of_lost(self._exchange, peer, connections, detail)
-
     def resume(self) -> None:
         """Go on over new connections."""
         exchange = self._exchange
@@ -699,7 +699,7 @@ class Operation:
         link = self.link
         exchange.waiting_since = link.now
         look_seconds = min(patience.ELSEWHERE_SECONDS, self.timeout_seconds / 2)
-        said: tuple[int, Waiting] | None = None
+        said: int | None = None
         while True:
             generation = link.generation
             try:
@@ -707,25 +707,22 @@ class Operation:
                 if until is None:
                     break
                 yield Until(until)
-                waited = link.now - exchange.waiting_since
-                if waited <= look_seconds / 2:
+                now, waited = link.now, link.now - exchange.waiting_since
+                neighbours = exchange.neighbours
+                is_cut_off = any(exchange.silence_of(each, now) > look_seconds / 2 for each in exchange.tree.neighbours)
+                if waited <= look_seconds / 2 or not (is_cut_off or exchange.n_reconnects):
                     continue
-                unheard = [peer for peer in exchange.tree.neighbours if exchange.neighbours[peer].heard_seconds is None]
-                if unheard:
-                    what = self.what.encode(errors="replace").decode()  # a path may be no UTF-8
-                    here = Waiting(self.key, exchange.number, what, tuple(link.completed.items()))
-                    if said != (generation, here):
-                        said = generation, here
-                        yield from link.say_waiting(generation, here)
-                    elif waited > look_seconds:
-                        for peer in unheard:
-                            there = yield from link.where_waits(generation, peer)
-                            if there is not None and here.is_elsewhere(there):
-                                raise Problem("in different operations", is_elsewhere=True)
+                unheard = [peer for peer in exchange.tree.neighbours if neighbours[peer].heard_seconds is None]
+                awaited = tuple([exchange.silence_behind(peer, now)[1] for peer in exchange.absent])
+                here = Waiting(self.key, exchange.number, self.what, tuple(link.completed.items()), awaited)
+                said = generation
+                for there in (yield from link.say_waiting(said, here, unheard if waited > look_seconds else ())):
+                    if here.is_elsewhere(there):
+                        raise Problem("in different operations", is_elsewhere=True)
             except Problem as problem:
                 yield from link.break_up(generation, problem, self)
         if said is not None:
-            yield from link.say_waiting(said[0], None)
+            yield from link.say_waiting(said, None)
         return [exchange.neighbours[peer].arrived[kind] for peer in peers]
 
     def _waits_until(self, exchange: Exchange, peers: Sequence[int], kind: Kind) -> float | None:

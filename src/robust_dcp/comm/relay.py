@@ -25,7 +25,7 @@ import torch
 from isal import isal_zlib
 
 from robust_dcp.comm.combine import Offer
-from robust_dcp.comm.connections import Broken, Connections, Moving
+from robust_dcp.comm.connections import CONNECTING_FAILED, Broken, Connections, Moving
 from robust_dcp.comm.endings import Problem, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind
 from robust_dcp.comm.operation import Operation
@@ -170,7 +170,7 @@ class Passing:
             for peer, each in moving:
                 yield Finish(connected[peer], each, None, partial(operation.note_piece, peer))
         except Broken as error:
-            self._problem = operation.problem_in_work(peer, connected[peer], str(error))
+            self._problem = operation.problem_of_lost(peer, connected[peer], str(error))
             raise
         operation.note_waiting(False)
         self._generation = None
@@ -195,7 +195,13 @@ class Passing:
             operation.stop_if_announced()
             return operation.waits_in_vain()
 
-        self._generation, connections = yield from operation.link.connect(peer, is_over)
+        generation = operation.link.generation
+        try:
+            self._generation, connections = yield from operation.link.connect(peer, is_over)
+        except Broken as error:
+            if str(error).startswith(CONNECTING_FAILED):  # this rank has dropped all connections, and has to say why
+                self._generation, self._problem = generation, operation.problem_of_lost(peer, None, str(error))
+            raise
         return connections
 
     def break_off(self) -> Steps[None]:
