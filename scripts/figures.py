@@ -197,7 +197,16 @@ def reshards(figures: Row) -> str:
         there = f"{worst['dtype']}, {worst['saved']} to {worst['loaded']}"
         past = [float(row["ratio"]) for row in cold if row["kind"] == kind] or [math.nan]
         cells.append([kind, *medians, worst["ratio"], there, statistics.median(past), min(past)])
-    titles = ["tensors", "CPU s/GiB: ours", "stock", "times less", "at worst", "there", "from the disk: times less", "at worst"]
+    titles = [
+        "tensors",
+        "CPU s/GiB: ours",
+        "stock",
+        "times less",
+        "at worst",
+        "there",
+        "from the disk: times less",
+        "at worst",
+    ]
     return table(titles, cells)
 
 
