@@ -41,7 +41,8 @@ RUNS: dict[str, tuple[str, str]] = {
         "--gib 0.5 --rounds 2",
         "--shapes large --gib 0.01 --rounds 1 --who ours ours,\\ repeated\\ save stock,\\ 1\\ thread",
     ),
-    "reshards": ("--mib 128", "--mib 1"),
+    "reshards": ("--mib 256", "--mib 1"),
+    "reshards_cold": ("--mib 128 --cold", "--mib 1 --cold"),
     "sharing": ("--nodes 8 --mib 64 --mib-per-second 16", "--nodes 2 --mib 2 --mib-per-second 64"),
     "messages": ("--ranks 4 --items 10 1000 10000", "--ranks 2 --items 10"),
     "async_save": (
@@ -53,16 +54,17 @@ RUNS: dict[str, tuple[str, str]] = {
 
 def measure(name: str, *, is_quick: bool) -> Row:
     """Run one benchmark; what it wrote as JSON, with the command and how long it took."""
-    options = RUNS[name][is_quick]
-    command = f"python -m benchmarks.{name} {options}"
+    options, module = RUNS[name][is_quick], f"benchmarks.{name.removesuffix('_cold')}"
+    command = f"python -m {module} {options}"
     print(f"== {command}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "figures.json")
         words = [word.replace("\\", "") for word in re.split(r"(?<!\\) ", options)]
-        subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words, "--json", path], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", module, *words, "--json", path], cwd=ROOT, check=True)
         rows = json.loads(path.read_text())
-    return {"command": command, "is_quick": is_quick, "seconds": round(time.monotonic() - started), "rows": rows}
+    seconds = round(time.monotonic() - started)
+    return {"command": command, "is_quick": is_quick, "seconds": seconds, "machine": machine(), "rows": rows}
 
 
 def machine() -> Row:
@@ -187,22 +189,32 @@ def _storage(figures: Row, key: str, probe: str = "") -> str:
 def reshards(figures: Row) -> str:
     """What a load costs that cuts in another way: the middle and the worst of all ways, beside stock."""
     cells: list[list[float | str | None]] = []
-    rows = figures["reshards"]["rows"]
-    for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in rows):
-        ways = [row for row in rows if (row["kind"], row["dtype"]) == (kind, dtype)]
+    rows, cold = figures["reshards"]["rows"], figures.get("reshards_cold", {"rows": []})["rows"]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        ways = [row for row in rows if row["kind"] == kind]
         worst = min(ways, key=lambda row: float(row["ratio"]))
         medians = [statistics.median(row[key] for row in ways) for key in ("ours", "stock", "ratio")]
-        cells.append([kind, dtype, *medians, worst["ratio"], f"{worst['saved']} to {worst['loaded']}"])
-    titles = ["tensors", "dtype", "CPU s/GiB: ours", "stock", "times less", "at worst", "there"]
+        there = f"{worst['dtype']}, {worst['saved']} to {worst['loaded']}"
+        past = [float(row["ratio"]) for row in cold if row["kind"] == kind] or [math.nan]
+        cells.append([kind, *medians, worst["ratio"], there, statistics.median(past), min(past)])
+    titles = [
+        "tensors",
+        "CPU s/GiB: ours",
+        "stock",
+        "times less",
+        "at worst",
+        "there",
+        "from the disk: times less",
+        "at worst",
+    ]
     return table(titles, cells)
 
 
 def sharing(figures: Row) -> str:
     """What a load by many nodes takes from their store."""
-    rows = figures["sharing"]["rows"]
     return table(
-        ["load by 8 nodes", "MiB from the store", "times the checkpoint"],
-        [[row["who"], row["read_mib"], row["times"]] for row in rows],
+        ["load by 8 nodes", "s", "MiB from the store", "times the checkpoint"],
+        [[row["who"], row.get("seconds"), row["read_mib"], row["times"]] for row in figures["sharing"]["rows"]],
     )
 
 
@@ -270,12 +282,16 @@ def warning(figures: Row) -> str:
 
 
 def about(figures: Row) -> str:
-    """The machine."""
-    found = figures["machine"]
-    return warning(figures) + (
-        f"{found['cores']} cores ({found['processor']}), no GPU, one virtual disk, Linux {found['kernel']},"
-        f" Python {found['python']}, torch {found['torch']}.\n"
-    )
+    """The machine, or which one has measured what."""
+    runs: dict[str, list[str]] = {}
+    for name in RUNS:
+        if name in figures:
+            at = figures[name]["machine"]
+            words = f"{at['cores']} cores ({at['processor']}), no GPU, one virtual disk, Linux {at['kernel']}"
+            runs.setdefault(f"{words}, Python {at['python']}, torch {at['torch']}.\n", []).append(name)
+    if len(runs) == 1:
+        return warning(figures) + next(iter(runs))
+    return warning(figures) + "".join(f"* {', '.join(names)}: {words}" for words, names in runs.items())
 
 
 def command_of(name: str) -> Callable[[Row], str]:
@@ -283,7 +299,7 @@ def command_of(name: str) -> Callable[[Row], str]:
 
     def command(figures: Row) -> str:
         options = RUNS[name][0]
-        measured = figures.get(name, {"command": f"python -m benchmarks.{name} {options}"})
+        measured = figures.get(name, {"command": f"python -m benchmarks.{name.removesuffix('_cold')} {options}"})
         command = measured["command"].replace(" --who", " \\\n    --who")  # else a narrow page cuts it off
         return f"```console\n$ {command}\n```\n"
 
@@ -413,7 +429,6 @@ def main() -> None:
     options = parser.parse_args()
     figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     if not options.write:
-        figures["machine"] = machine()
         for name in options.only:
             figures[name] = measure(name, is_quick=options.quick)
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")

@@ -246,7 +246,6 @@ class ItemReader:
             or (read is None and self._pending_blocks >= self._n_threads)
         ):
             self._finish_first()
-        self._check_places(group, file)
         if read is None and self._comparison is not None:
             unlike = self._unlike(group.places, file)
             self._finish(group, len(group.places) - len(unlike))
@@ -281,38 +280,40 @@ class ItemReader:
             ) from error
         head = file.head or file.footer
         mark = None if head is None else head.mark
-        if self._mark in (None, mark) or (mark is None and self._options.verify_checksums is False):
-            return file
-        found = "no mark: it is not whole, or was written by another program"
-        if mark is not None:
-            found = f"that of save {mark}"
-        raise CorruptCheckpoint.of_file(
-            path,
-            f"the mark of save {self._mark}",
-            found,
-            problem=f"is not the file that {METADATA_NAME} beside it means",
-            advice="copy the whole checkpoint again, or take another one",
-        )
+        if self._mark not in (None, mark) and (mark is not None or self._options.verify_checksums is not False):
+            found = "no mark: it is not whole, or was written by another program"
+            if mark is not None:
+                found = f"that of save {mark}"
+            raise CorruptCheckpoint.of_file(
+                path,
+                f"the mark of save {self._mark}",
+                found,
+                problem=f"is not the file that {METADATA_NAME} beside it means",
+                advice="copy the whole checkpoint again, or take another one",
+            )
+        self._check_places(number, file)
+        return file
 
-    def _check_places(self, group: Group, file: DataFile) -> None:
+    def _check_places(self, number: int, file: DataFile) -> None:
         """Make sure that items lie in their file, and are those that were written there, before memory is taken."""
-        begin = self._places.start[group.places]
-        end = begin + self._places.nbytes[group.places]
-        if group.end > file.nbytes:
-            read = self._read_at(int(group.places[np.argmax(end > file.nbytes)]))
+        here = slice(*np.searchsorted(self._places.file, (number, number + 1)).tolist())
+        begin = self._places.start[here]
+        end = begin + self._places.nbytes[here]
+        if (end > file.nbytes).any():
+            read = self._read_at(here.start + int(np.argmax(end > file.nbytes)))
             item = StoredItem(file, read, self.verification)
             raise item.corrupt(f"{read.nbytes} bytes at offset {read.offset}", f"a file of {file.nbytes} bytes")
         footer = None if self._options.verify_checksums is False else file.footer
         if footer is None or not footer.n_items:
             return
         try:
-            differs = np.flatnonzero(footer.items_at(begin, end) != self._item_ids[group.places])
+            differs = np.flatnonzero(footer.items_at(begin, end) != self._item_ids[here])
         except ValueError as error:
-            name = item_name(self._read_at(int(group.places[0])).item)
+            name = item_name(self._read_at(here.start).item)
             raise damaged_footer(file.path, name, error) from error
         if not len(differs):
             return
-        name = item_name(self._read_at(int(group.places[differs[0]])).item)
+        name = item_name(self._read_at(here.start + int(differs[0])).item)
         where = f"bytes {begin[differs[0]]} to {end[differs[0]]}"
         raise CorruptCheckpoint(
             f"{METADATA_NAME} says that item {name!r} lies in {where} of {file.path}, and the file says that it does "
