@@ -162,7 +162,7 @@ class Protection:
             _, seen = channel.gather(f"{phase}: nodes", look, _Seen, offer=lambda _: offer)
             buffer_nbytes, nodes = channel.last_agreement.lowest, _nodes_of(seen or [])
             _, group = channel.scatter(f"{phase}: groups", lambda: self._dealt(nodes, channel.size), GroupNote)
-            parts = None if group is None else Parts(self._disk, self._path, group, (self._name,))
+            parts = None if group is None else Parts(self._disk, self._path, group, (self._name,), self._options.direct)
             channel.barrier(f"{phase}: begin", lambda: parts.create() if parts and self._leads else None)
         of_nodes = () if group is None else group.nodes
         number = next((number for number, node in enumerate(of_nodes) if rank in node.ranks), -1)
