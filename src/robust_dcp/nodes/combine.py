@@ -29,6 +29,7 @@ from robust_dcp.nodes.parity_file import (
     Part,
     open_parity,
     parity_name,
+    sums_nbytes,
 )
 from robust_dcp.staging.blocks import Block, BlockLease
 from robust_dcp.storage.committing.saving_file import is_gone
@@ -195,7 +196,7 @@ class Parts:
     def create(self) -> None:
         """Create the files that are made, with all of their room."""
         sizes = {file.name: file.nbytes for node in self.group.nodes for file in node.files}
-        sizes[self._parity_name] = self.group.parity_nbytes
+        sizes[self._parity_name] = self.group.segment_nbytes + sums_nbytes(self.group.segment_nbytes)
         remove_unfinished(self._disk, self._directory)
         for name in self.made:
             file = self._disk.open_new(self._path(name + UNFINISHED))

@@ -122,11 +122,6 @@ class GroupNote(msgspec.Struct, frozen=True):
         if self.segment_nbytes != segment_nbytes_of(self.nodes):
             raise ValueError(f"segments of {self.segment_nbytes} bytes do not fit the files")
 
-    @property
-    def parity_nbytes(self) -> int:
-        """The length of the parity of a node and its checksums."""
-        return self.segment_nbytes + sums_nbytes(self.segment_nbytes)
-
     def nbytes_of(self, part: Part) -> int:
         """How many bytes of a part are no zeros behind the end of a stream."""
         if part.number == PARITY:
