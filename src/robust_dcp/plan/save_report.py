@@ -39,7 +39,7 @@ _SMALLEST_PART: Final = 400
 """A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
 
 
-_LOADS: Final = deque[LoadBefore](maxlen=8)
+LOADS: Final = deque[LoadBefore](maxlen=8)
 """The loads that no report tells of yet."""
 
 
@@ -134,20 +134,14 @@ def note_load(load: LoadReport) -> None:
     """Let the report of the next save tell of a load that this coordinator has made."""
     waits = tuple(map(shortened, load.stragglers[:_MOST_WAITS]))
     name, seconds = shortened(load.checkpoint_id, _LONG), round(load.seconds, 6)
-    _LOADS.append(LoadBefore(name, round(time.time(), 3), seconds, load.nbytes, load.phases, waits))
-
-
-def take_loads() -> tuple[LoadBefore, ...]:
-    """The loads of which a report is going to tell."""
-    loads = tuple(_LOADS)
-    _LOADS.clear()
-    return loads
+    LOADS.append(LoadBefore(name, round(time.time(), 3), seconds, load.nbytes, load.phases, waits))
 
 
 def tell_again(loads: Sequence[LoadBefore]) -> None:
     """Let the next report tell of loads, because the one that told of them is lost."""
-    loads = *loads, *take_loads()
-    _LOADS.extend(loads)
+    later = tuple(LOADS)
+    LOADS.clear()
+    LOADS.extend((*loads, *later))
 
 
 def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:

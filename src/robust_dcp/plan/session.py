@@ -46,7 +46,7 @@ from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
-from robust_dcp.plan.save_report import Written, make_report, take_loads, tell_again, with_row
+from robust_dcp.plan.save_report import LOADS, Written, make_report, tell_again, with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
 from robust_dcp.report import LoadBefore, PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveFuture, queue_of
@@ -659,7 +659,8 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
         if channel.is_coordinator and session.writer.options.report:
             places = [b"" if message is None else message.places for message in self.messages]
             metadata = None if plan.kept.plan is None else plan.kept.plan.metadata
-            loads = take_loads()
+            loads = tuple(LOADS)
+            LOADS.clear()
             is_left = directory.leave_report(
                 lambda save_id, fallbacks: make_report(
                     self.messages,
