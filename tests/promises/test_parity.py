@@ -254,8 +254,8 @@ def test_two_lost_nodes_of_a_group_are_named_with_their_group_and_what_is_there(
 
 
 def save_steps(tmp: str, placing: str, faults: Sequence[str | None]) -> list[tuple[str, list[int]]]:
-    """Save a step for each fault, which strikes the last rank while parity is made. What the report says of each, and
-    which steps the manager keeps after it."""
+    """Save a step for each fault, which strikes the last rank while parity is made; ``direct``: the drive refuses
+    direct I/O. What the report says of each, and which steps the manager keeps after it."""
     group, rank = group_of(len(placing)), dist.get_rank()
     if rank >= len(placing):
         return []
@@ -265,7 +265,7 @@ def save_steps(tmp: str, placing: str, faults: Sequence[str | None]) -> list[tup
         gate = Gate()  # no parity is made before the save has removed what goes
         on: dict[str, Any] = {"create:.robust_dcp.parity*": gate}
         if fault is not None and rank == len(placing) - 1:
-            on[fault] = OSError(errno.ENOSPC, "no space")
+            on |= {"read|write": refuse_direct} if fault == "direct" else {fault: OSError(errno.ENOSPC, "no space")}
         with FaultDisk(root, on=on):
             report = manager.save(step, state_of("dtensors", group, blank=False))
             gate.opened.set()
@@ -273,6 +273,11 @@ def save_steps(tmp: str, placing: str, faults: Sequence[str | None]) -> list[tup
         dist.barrier(group)
         outcomes.append((report.protection, [each.step for each in manager.checkpoints()]))
     return outcomes
+
+
+def refuse_direct(call: Call) -> None:
+    if call.is_direct:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def load_latest(tmp: str, placing: str, lost: dict[str, str]) -> tuple[int, str]:
@@ -298,7 +303,8 @@ def test_parity_that_cannot_be_made_costs_nothing_but_itself_and_a_manager_keeps
     tmp_path: Path, fault: str
 ) -> None:
     tmp = str(tmp_path)
-    protections, kept = zip(*on_ranks(SIZE, save_steps, tmp, "abc", [None, fault, fault, None, None])[1], strict=True)
+    faults = [None, fault, fault, "direct", None]
+    protections, kept = zip(*on_ranks(SIZE, save_steps, tmp, "abc", faults)[1], strict=True)
     assert protections[0] == protections[3] == protections[4] == "any 1 of 3 nodes"
     assert all(each.startswith("not protected: ") and "ENOSPC" in each for each in protections[1:3])
     assert kept == ([1], [1, 2], [1, 3], [1, 4], [4, 5])

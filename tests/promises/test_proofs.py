@@ -445,6 +445,8 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
     "long doubles": (np.array([1, 2], np.longdouble) / 3, np.array([1, 2], np.longdouble) / 3, True),
     "zeros of long doubles": (np.zeros(1, np.longdouble), -np.zeros(1, np.longdouble), False),
     "zeros of tensors in a tuple": ((torch.tensor([0.0]), {1}), (torch.tensor([-0.0]), {1}), False),
+    "zeros of fields": (Settings(0.0, 1), Settings(-0.0, 1), False),
+    "NaN of fields": (Settings(0.1, [float("nan")]), Settings(0.1, [float("nan")]), True),
     "order of a dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
     "order of a dict in a tuple": (({"a": 1, "b": 2}, 3), ({"b": 2, "a": 1}, 3), True),
     "order of an OrderedDict": ((OrderedDict(a=1, b=2),), (OrderedDict(b=2, a=1),), True),
@@ -457,6 +459,7 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
 
 
 def test_a_proof_and_diff_call_the_same_equal(tmp_path: Path) -> None:
+    torch.serialization.add_safe_globals([Settings])
     for side in (0, 1):
         robust_dcp.save({name: each[side] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / str(side))
     proof = robust_dcp.prove({name: each[1] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / "0")

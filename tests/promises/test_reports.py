@@ -17,7 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import Event, RobustCheckpointError, RobustPlanner, RobustWriter, WriteOptions, on_event
+from robust_dcp import (
+    Event,
+    RobustCheckpointError,
+    RobustPlanner,
+    RobustWriter,
+    StorageError,
+    WriteOptions,
+    on_event,
+)
 from tests.faults.disk import FaultDisk
 from tests.harness.ranks import run_ranks, values
 
@@ -155,12 +163,20 @@ def test_a_report_that_cannot_be_written_is_one_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     robust_dcp.save(state_of(), checkpoint_id=tmp_path)
+    robust_dcp.load(state_of(), checkpoint_id=tmp_path)
     with FaultDisk(tmp_path, on={f"create:{REPORT_NAME}*": OSError(errno.ENOSPC, "")}):
         robust_dcp.save(state_of(), checkpoint_id=tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "has no report of its save" in line
     robust_dcp.load(state_of(), checkpoint_id=tmp_path)
     assert REPORT_NAME not in os.listdir(tmp_path)  # that of the checkpoint that was replaced is gone too
+    # What no report has told of by then, because it was lost, the next one tells.
+    full = {"write:*.distcp*": OSError(errno.ENOSPC, "")}
+    with FaultDisk(tmp_path / "durable", on=full), pytest.raises(StorageError, match="ENOSPC"):
+        robust_dcp.save(state_of(), checkpoint_id=f"file://{tmp_path}/durable/1")
+    robust_dcp.save(state_of(), checkpoint_id=f"file://{tmp_path}/durable/2")
+    loads = json.loads((tmp_path / "durable" / "2" / REPORT_NAME).read_bytes())["loads"]
+    assert [load["checkpoint"] for load in loads] == [str(tmp_path)] * 2
 
 
 def test_a_report_that_was_sent_to_another_process_has_all_but_the_metadata(tmp_path: Path) -> None:

@@ -238,19 +238,16 @@ def convert(
         return _Plan(open_source(place, buffer_nbytes // 2), rules or Rules(), buffer_nbytes, note)
 
     def open_live(place: str) -> _Plan:
-        outcomes: list[_Plan | ValueError] = []
-
-        def attempt() -> None:
+        def attempt() -> _Plan | ValueError:
             try:
-                outcomes.append(open_plan(place))
+                return open_plan(place)
             except RobustCheckpointError:
                 raise
             except ValueError as error:  # of the rules, so every rank has it, and may raise it as it is
-                outcomes.append(error)
+                return error
 
         # Whoever raises removes what all read, so they all have read it by then.
-        channel.barrier(f"{phase}: what is live", attempt)
-        (outcome,) = outcomes
+        outcome, _ = channel.agree(f"{phase}: what is live", attempt, lambda _: Offer())
         if isinstance(outcome, ValueError):
             raise outcome
         return outcome
@@ -320,13 +317,21 @@ def convert(
                 np.array([sum(each.nbytes for each in shard) for shard in shards.values()], dtype=np.int64),
                 np.zeros(channel.size, dtype=np.int64),
             )
-            of_rank = {
-                name: shards[name] for name, rank in zip(shards, owner.tolist(), strict=True) if rank == channel.rank
-            }
+            nbytes = max(buffer_nbytes // 8, 1)  # a piece is read, cast and written, and the next one is there by then
 
             def write() -> _Written:
-                # A piece is read, cast and written, and the next one is there by then.
-                return _write_files(plan, of_rank, made, disk, max(buffer_nbytes // 8, 1))
+                """Write the files of this rank, durably."""
+                lengths = {}
+                for name in (name for name, rank in zip(shards, owner, strict=True) if rank == channel.rank):
+                    path = os.path.join(made, name)
+                    file = disk.open_new(path)
+                    try:
+                        write_model_file(disk, file, tensors=shards[name], read=plan.read, buffer_nbytes=nbytes)
+                        disk.fsync(file)
+                    finally:
+                        disk.close(file)
+                    lengths[name] = os.path.getsize(path)
+                return _Written(lengths)
 
             if alone:
                 finish([write()])
@@ -502,22 +507,6 @@ def _digest_of(source: Any, shards: Mapping[str, list[NamedTensor]], disk: Disk)
     for name, shard in shards.items():
         digest.update(repr((name, [(each.name, str(each.dtype), tuple(each.shape)) for each in shard])).encode())
     return digest.digest()
-
-
-def _write_files(
-    plan: _Plan, shards: Mapping[str, list[NamedTensor]], directory: str, disk: Disk, buffer_nbytes: int
-) -> _Written:
-    """Write some files of a Hugging Face model, durably."""
-    written = {}
-    for name, shard in shards.items():
-        file = disk.open_new(os.path.join(directory, name))
-        try:
-            write_model_file(disk, file, tensors=shard, read=plan.read, buffer_nbytes=buffer_nbytes)
-            disk.fsync(file)
-        finally:
-            disk.close(file)
-        written[name] = os.path.getsize(os.path.join(directory, name))
-    return _Written(written)
 
 
 def _finish_model(

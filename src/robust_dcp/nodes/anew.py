@@ -265,7 +265,8 @@ class _MakingAnew:
         self._disk, self._path = checkpoint.reader.source.disk, checkpoint.reader.path
         self._leads = channel.rank == lost.writers[0]
         self._parity_names = [parity_name(lost.group.mark)] if lost.makes_parity else []
-        self._parts = Parts(self._disk, self._path, lost.group, (*self._parity_names, *lost.files))
+        made = (*self._parity_names, *lost.files)
+        self._parts = Parts(self._disk, self._path, lost.group, made, checkpoint.reader.options.direct)
 
     def run(self, buffer_nbytes: int) -> None:
         channel, phase, lost = self._channel, self._phase, self._lost

@@ -7,6 +7,7 @@ and one in which it adds up what it has got, all in the same buffers from first 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Bucket, Channel, Relay
-from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.nodes.parity_file import (
     PARITY,
     FileNote,
@@ -28,12 +29,14 @@ from robust_dcp.nodes.parity_file import (
     Part,
     open_parity,
     parity_name,
-    write_parity,
+    sums_nbytes,
 )
+from robust_dcp.staging.blocks import Block, BlockLease
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts.blocks import blocks_in
-from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both, sums_of
 
 UInt8 = npt.NDArray[np.uint8]
 
@@ -81,19 +84,24 @@ class Stream:
         directory: where the files lie.
         node: which files.
         suffix: what follows their names for now.
+        direct: whether to read past the page cache, as for a load.
 
     Attributes:
         runs: what was read.
     """
 
-    def __init__(self, disk: Disk, directory: str, node: NodeNote, mark: str, suffix: str = "") -> None:
+    def __init__(
+        self, disk: Disk, directory: str, node: NodeNote, mark: str, suffix: str = "", direct: bool | None = None
+    ) -> None:
         self.runs: set[Run] = set()  # a piece is read once more if a connection breaks
         self._disk = disk
         self._mark = mark
         self._paths = [os.path.join(directory, file.name + suffix) for file in node.files]
         self._files, self._starts = node.files, node.starts
-        self._open: dict[int, OpenFile] = {}
+        self._direct = direct
+        self._open: dict[int, DataFile] = {}
         self._blocks: dict[int, Any] = {}
+        self._edges = BlockLease(_MOST_PIECE_NBYTES, 1, of_load=True)  # for the ends of files that are no whole pages
 
     def read(self, begin: int, out: UInt8) -> None:
         """Read bytes of the stream. Between two files are zeros.
@@ -108,9 +116,10 @@ class Stream:
             first, last = max(begin, start), min(end, start + file.nbytes)
             if first < last:
                 view = out.data[first - begin : last - begin]
-                self._read(number, first - start, view)
-                self._check(number, first - start, view)
-                self.runs.add(Run(number, first - start, len(view), crc32(view)))
+                address = out.ctypes.data + first - begin
+                n_read, _ = self._file(number).read_piece(view, address, first - start, self._edges)
+                self._make_sure(number, first - start, len(view), n_read)
+                self.runs.add(Run(number, first - start, len(view), self._checked(number, first - start, view)))
                 out[done - begin : first - begin] = 0
                 done = last
         out[done - begin :] = 0
@@ -118,39 +127,45 @@ class Stream:
     def close(self) -> None:
         """Close the files."""
         for file in self._open.values():
-            self._disk.close(file)
+            file.close()
         self._open.clear()
+        self._edges.close()
 
-    def _file(self, number: int) -> OpenFile:
+    def _file(self, number: int) -> DataFile:
         if number not in self._open:
-            self._open[number] = file = self._disk.open_read(self._paths[number])
-            if file.nbytes != self._files[number].nbytes:
-                raise CorruptCheckpoint.of_file(
-                    file.path, f"{self._files[number].nbytes} bytes", f"{file.nbytes} bytes"
-                )
+            file = self._open[number] = DataFile(self._disk, self._paths[number], self._direct)
+            self._make_sure(number, 0, self._files[number].nbytes, file.nbytes)
+            with self._disk.reading(file.path) as opened:
+                self._blocks[number] = blocks_in(self._disk, opened, self._mark)
         return self._open[number]
 
-    def _read(self, number: int, at: int, view: memoryview) -> None:
-        n_read = self._disk.pread_into(self._file(number), view, at)
-        if n_read < len(view):
-            raise CorruptCheckpoint.of_file(self._paths[number], f"{at + len(view)} bytes", f"{at + n_read} bytes")
+    def _make_sure(self, number: int, at: int, expected: int, found: int) -> None:
+        if found != expected:
+            raise CorruptCheckpoint.of_file(self._paths[number], f"{at + expected} bytes", f"{at + found} bytes")
 
-    def _check(self, number: int, at: int, view: memoryview) -> None:
-        """Compare the blocks that begin in what was read. The rest of the last one is read for that."""
-        if number not in self._blocks:
-            self._blocks[number] = blocks_in(self._disk, self._file(number), self._mark)
+    def _checked(self, number: int, at: int, view: memoryview) -> int:
+        """Compare the blocks that begin in what was read. The rest of the last one is read for that.
+
+        Returns:
+            The CRC-32 of what was read.
+        """
         begins, ends, crcs = self._blocks[number]
-        stop = at + len(view)
+        place, stop, whole = at, at + len(view), 0
         for row in range(int(np.searchsorted(begins, at)), int(np.searchsorted(begins, stop))):
             begin, end = int(begins[row]), int(ends[row])
             crc = crc32(view[begin - at : end - at])
-            for place in range(stop, end, SUM_NBYTES):
-                more = bytearray(min(SUM_NBYTES, end - place))
-                self._read(number, place, memoryview(more))
-                crc = crc32(more, crc)
+            last = min(end, stop)
+            whole = crc32_of_both(crc32(view[place - at : begin - at], whole), crc, last - begin)
+            place = last
+            for more in range(stop, end, SUM_NBYTES):
+                nbytes = min(SUM_NBYTES, end - more)
+                data = self._file(number).read(more, nbytes)
+                self._make_sure(number, more, nbytes, len(data))
+                crc = crc32(data, crc)
             if crc != int(crcs[row]):
                 expected = f"bytes {begin} to {end} with CRC-32 {int(crcs[row]):08x}"
                 raise CorruptCheckpoint.of_file(self._paths[number], expected, f"CRC-32 {crc:08x}")
+        return crc32(view[place - at :], whole)
 
 
 class Parts:
@@ -162,21 +177,26 @@ class Parts:
         group: the nodes.
         made: the names of the files that are made, of data or of parity. Until they are whole other names stand for
             them.
+        direct: whether to read, and to write parity, past the page cache. ``None``: where the file system can.
     """
 
-    def __init__(self, disk: Disk, directory: str, group: GroupNote, made: Collection[str]) -> None:
+    def __init__(
+        self, disk: Disk, directory: str, group: GroupNote, made: Collection[str], direct: bool | None
+    ) -> None:
         self.group, self.made = group, made
+        self._direct = direct
         self._disk, self._directory = disk, directory
         self._parity_name = parity_name(group.mark)
         self._streams: dict[int, Stream] = {}
         self._parity: ParityFile | None = None
         self._written: dict[str, OpenFile] = {}
+        self._sums: dict[int, bytes] = {}  # of the parity that was written, by their places in the file
         self._held = ExitStack()
 
     def create(self) -> None:
         """Create the files that are made, with all of their room."""
         sizes = {file.name: file.nbytes for node in self.group.nodes for file in node.files}
-        sizes[self._parity_name] = self.group.parity_nbytes
+        sizes[self._parity_name] = self.group.segment_nbytes + sums_nbytes(self.group.segment_nbytes)
         remove_unfinished(self._disk, self._directory)
         for name in self.made:
             file = self._disk.open_new(self._path(name + UNFINISHED))
@@ -196,7 +216,8 @@ class Parts:
             return
         if part.node not in self._streams:
             node = self.group.nodes[part.node]
-            self._streams[part.node] = stream = Stream(self._disk, self._directory, node, self.group.mark)
+            stream = Stream(self._disk, self._directory, node, self.group.mark, direct=self._direct)
+            self._streams[part.node] = stream
             self._held.callback(stream.close)
         self._streams[part.node].read(part.number * self.group.segment_nbytes + begin, out)
 
@@ -211,14 +232,26 @@ class Parts:
     def write(self, part: Part, begin: int, data: UInt8) -> None:
         """Write bytes of a part into the files that are made."""
         if part.number == PARITY:
-            write_parity(self._disk, self._file(self._parity_name), self.group, begin, data)
+            file, place = self._file(self._parity_name), self.group.segment_nbytes + begin // SUM_NBYTES * 4
+            self._sums[place] = np.array(sums_of(data.data), dtype="<u4").tobytes()
+            try:
+                self._disk.pwrite(file, data.data, begin)
+            except StorageError as error:
+                if error.errno != errno.EINVAL or file.alignment is None:
+                    raise
+                self._disk.use_page_cache(file, error.message)
+                self._disk.pwrite(file, data.data, begin)
             return
         for name, place, first, last in self._within(part, begin, begin + len(data)):
             self._disk.pwrite(self._file(name), data.data[first:last], place)
 
     def sync(self) -> None:
         """Make durable what was written."""
-        for file in self._written.values():
+        for name, file in self._written.items():
+            if name == self._parity_name:
+                self._disk.use_page_cache(file, "")  # these bytes are few, and not whole pages
+                for place, sums in self._sums.items():
+                    self._disk.pwrite(file, sums, place)
             self._disk.fsync(file)
 
     def close(self) -> None:
@@ -241,7 +274,9 @@ class Parts:
 
     def _file(self, name: str) -> OpenFile:
         if name not in self._written:
-            self._written[name] = file = self._disk.open_read(self._path(name + UNFINISHED), flags=os.O_RDWR)
+            direct = name == self._parity_name and self._direct is not False
+            file = self._disk.open_read(self._path(name + UNFINISHED), direct=direct, flags=os.O_RDWR)
+            self._written[name] = file
             self._held.callback(self._disk.close, file)
         return self._written[name]
 
@@ -381,7 +416,7 @@ class Combining:
         return self._lent[number][: self._buckets[number].nbytes]
 
     def _buffer(self) -> UInt8:
-        return self._free.pop() if self._free else np.empty(self._piece_nbytes, dtype=np.uint8)
+        return self._free.pop() if self._free else Block(self._piece_nbytes).data  # whole pages, for direct I/O
 
     def _add(self, number: int, data: UInt8) -> None:
         """Add bytes to the piece that they are for, if they are for one of this rank. Write it when it is whole."""
@@ -391,6 +426,9 @@ class Combining:
         if piece is None or source not in piece.left:
             return
         piece.left.remove(source)
+        if piece.sum is None and not piece.left and n_added == piece.end - piece.begin:  # a mirror
+            self._parts.write(piece.target, piece.begin, data)
+            return
         if piece.sum is None:
             piece.sum = self._buffer()
             piece.sum[:n_added], piece.sum[n_added:] = data, 0

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -32,10 +32,6 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import PARITY_PREFIX, writer_of
 from robust_dcp.storage.files.small_files import pass_over
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 PAGE_NBYTES: Final = 4096
 
@@ -126,11 +122,6 @@ class GroupNote(msgspec.Struct, frozen=True):
         if self.segment_nbytes != segment_nbytes_of(self.nodes):
             raise ValueError(f"segments of {self.segment_nbytes} bytes do not fit the files")
 
-    @property
-    def parity_nbytes(self) -> int:
-        """The length of the parity of a node and its checksums."""
-        return self.segment_nbytes + sums_nbytes(self.segment_nbytes)
-
     def nbytes_of(self, part: Part) -> int:
         """How many bytes of a part are no zeros behind the end of a stream."""
         if part.number == PARITY:
@@ -170,14 +161,6 @@ def parity_name(mark: str) -> str:
 def sums_nbytes(parity_nbytes: int) -> int:
     """How many bytes the checksums of a parity take."""
     return -(-parity_nbytes // SUM_NBYTES) * 4
-
-
-def write_parity(disk: Disk, file: OpenFile, group: GroupNote, begin: int, data: npt.NDArray[np.uint8]) -> None:
-    """Write bytes of the parity, which begin where a block does, and their checksums."""
-    disk.pwrite(file, data.data, begin)
-    sums = [crc32(data[at : at + SUM_NBYTES]) for at in range(0, len(data), SUM_NBYTES)]
-    encoded = b"".join(each.to_bytes(4, "little") for each in sums)
-    disk.pwrite(file, encoded, group.segment_nbytes + begin // SUM_NBYTES * 4)
 
 
 def write_note(disk: Disk, path: str, note: ParityNote) -> None:

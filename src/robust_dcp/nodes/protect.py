@@ -128,7 +128,6 @@ class Protection:
         Returns:
             From what the checkpoint is protected, or why it is not.
         """
-        clock: PhaseClock | None = None
         try:
             with self._held:
                 channel = self._open_channel(operation=f"protect {self._checkpoint}")
@@ -162,7 +161,7 @@ class Protection:
             _, seen = channel.gather(f"{phase}: nodes", look, _Seen, offer=lambda _: offer)
             buffer_nbytes, nodes = channel.last_agreement.lowest, _nodes_of(seen or [])
             _, group = channel.scatter(f"{phase}: groups", lambda: self._dealt(nodes, channel.size), GroupNote)
-            parts = None if group is None else Parts(self._disk, self._path, group, (self._name,))
+            parts = None if group is None else Parts(self._disk, self._path, group, (self._name,), self._options.direct)
             channel.barrier(f"{phase}: begin", lambda: parts.create() if parts and self._leads else None)
         of_nodes = () if group is None else group.nodes
         number = next((number for number, node in enumerate(of_nodes) if rank in node.ranks), -1)
@@ -188,7 +187,10 @@ class Protection:
 
             _, group = channel.scatter(f"{phase}: notes", notes, GroupNote)
             note = None if group is None else ParityNote(number, group)
-            channel.barrier(f"{phase}: write", lambda: self._write(note) if note and self._leads else None)
+            path = os.path.join(self._path, self._name + UNFINISHED)
+            channel.barrier(
+                f"{phase}: write", lambda: write_note(self._disk, path, note) if note and self._leads else None
+            )
             channel.barrier(f"{phase}: commit", lambda: parts.give_names(parts.made) if parts and self._leads else None)
         return "" if note is None else str(note)
 
@@ -217,9 +219,6 @@ class Protection:
             return None
         parts.sync()
         return _Read(parts.runs(number))
-
-    def _write(self, note: ParityNote) -> None:
-        write_note(self._disk, os.path.join(self._path, self._name + UNFINISHED), note)
 
 
 def _nodes_of(seen: Sequence[_Seen | None]) -> list[NodeNote]:

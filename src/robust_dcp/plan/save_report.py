@@ -39,7 +39,7 @@ _SMALLEST_PART: Final = 400
 """A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
 
 
-_LOADS: Final = deque[LoadBefore](maxlen=8)
+LOADS: Final = deque[LoadBefore](maxlen=8)
 """The loads that no report tells of yet."""
 
 
@@ -85,6 +85,7 @@ def make_report(
     plan: PlanReport,
     fallbacks: Sequence[str],
     identical_to: str,
+    loads: tuple[LoadBefore, ...],
     modules: Modules | None,
 ) -> SavedReport:
     """The report of a save that was just committed.
@@ -92,7 +93,7 @@ def make_report(
     Args:
         messages: what each rank has told, if it has.
         clock: that of the coordinator.
-        plan, fallbacks, identical_to: as in :class:`SavedReport`.
+        plan, fallbacks, identical_to, loads: as in :class:`SavedReport`.
     """
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
@@ -103,8 +104,7 @@ def make_report(
             seconds = round(plan_seconds, 6), round(stage_seconds, 6), round(write_seconds, 6)
             node, way = nodes.setdefault(each.node, len(nodes)), ways.setdefault(each.how, len(ways))
             rows.append((rank, node, *seconds, nbytes, files, way))
-    ranks, loads = Ranks(*zip(*rows, strict=True)), tuple(_LOADS)
-    _LOADS.clear()
+    ranks = Ranks(*zip(*rows, strict=True))
     return SavedReport(
         checkpoint=shortened(checkpoint, _LONG),
         save_id=save_id,
@@ -134,7 +134,14 @@ def note_load(load: LoadReport) -> None:
     """Let the report of the next save tell of a load that this coordinator has made."""
     waits = tuple(map(shortened, load.stragglers[:_MOST_WAITS]))
     name, seconds = shortened(load.checkpoint_id, _LONG), round(load.seconds, 6)
-    _LOADS.append(LoadBefore(name, round(time.time(), 3), seconds, load.nbytes, load.phases, waits))
+    LOADS.append(LoadBefore(name, round(time.time(), 3), seconds, load.nbytes, load.phases, waits))
+
+
+def tell_again(loads: Sequence[LoadBefore]) -> None:
+    """Let the next report tell of loads, because the one that told of them is lost."""
+    later = tuple(LOADS)
+    LOADS.clear()
+    LOADS.extend((*loads, *later))
 
 
 def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:

@@ -46,9 +46,9 @@ from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
-from robust_dcp.plan.save_report import Written, make_report, with_row
+from robust_dcp.plan.save_report import LOADS, Written, make_report, tell_again, with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
-from robust_dcp.report import PlanReport, SaveReport, listed
+from robust_dcp.report import LoadBefore, PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveFuture, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.files.paths import mark_of
@@ -655,10 +655,13 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                 )
             raise
         self.keep_plan(confirmed=agreed.commits_together)
+        loads: tuple[LoadBefore, ...] = ()
         if channel.is_coordinator and session.writer.options.report:
             places = [b"" if message is None else message.places for message in self.messages]
             metadata = None if plan.kept.plan is None else plan.kept.plan.metadata
-            directory.leave_report(
+            loads = tuple(LOADS)
+            LOADS.clear()
+            is_left = directory.leave_report(
                 lambda save_id, fallbacks: make_report(
                     self.messages,
                     session.clock,
@@ -667,12 +670,15 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                     plan=plan.how,
                     fallbacks=fallbacks,
                     identical_to=self.identical_to,
+                    loads=loads,
                     modules=None if metadata is None else metadata.module_sizes(places),
                 )
             )
+            if not is_left:
+                tell_again(loads)
         if channel.is_coordinator or self.leads_directory:
             directory.tidy_up()
-        return CommittedSave(self, earlier_drains, protection)
+        return CommittedSave(self, earlier_drains, protection, loads)
 
     def _protection(self, delivery: Delivery) -> Protection | None:
         """What makes the checkpoint outlive the loss of a node, if nodes do not share the directory."""
@@ -761,11 +767,13 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
         written: what it has written.
         earlier_drains: those that were under way before the commit.
         protection: makes it outlive the loss of a node; ``None`` if that is not asked for, or not needed.
+        loads: those of which its report tells.
     """
 
     written: WrittenSave
     earlier_drains: Collection[SaveFuture[Any]]
     protection: Protection | None
+    loads: Sequence[LoadBefore]
 
     def deliver(self) -> None:
         """Do what follows the commit.
@@ -780,6 +788,10 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
                 session.delivery.deliver(
                     plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
                 )
+        except BaseException:
+            if session.delivery is not None and session.delivery.is_staged:  # the report goes with what was staged
+                tell_again(self.loads)
+            raise
         finally:
             if self.protection is not None:
                 self.protection.begin()

@@ -577,12 +577,15 @@ class Save:
 
     # After the commit: what goes wrong costs space, and the save has succeeded all the same.
 
-    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> bool:
         """Put a report beside the checkpoint, wholly or not at all, in the place of an older one. Nothing waits for the
         device: after a power cut the file may be empty or missing. If that fails, it is logged.
 
         Args:
             make: makes the report, from the id of the save and what its commit went without.
+
+        Returns:
+            Whether it is there.
         """
         try:
             report = encode_report(make(self.save_id, (_NO_INDEX,) if self._lacks_index else ()))
@@ -590,6 +593,8 @@ class Save:
             self._beside.add(REPORT_NAME)
         except Exception as error:
             logger.warning("%s is committed, but has no report of its save: %s", self.path, error)
+            return False
+        return True
 
     def tidy_up(self) -> None:
         """Remove the files that the commit replaces, and the announcement. A file that cannot be removed stays, and is

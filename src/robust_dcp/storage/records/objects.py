@@ -12,6 +12,7 @@ written those, so they are refused, and so is any other pickle that could do har
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import sys
@@ -140,8 +141,8 @@ _MOST_ODD_MEMBERS: Final = 100
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two objects hold the same values, in whatever kinds and orders of dicts. Numbers, also in lists, tuples,
-    sets, arrays and tensors, are equal if their bits are: NaN and NaN, but not 0.0 and -0.0. Other objects are compared
-    by ``==``, and if that finds a difference, as they are pickled."""
+    sets, dataclasses, arrays and tensors, are equal if their bits are: NaN and NaN, but not 0.0 and -0.0. Other objects
+    are compared by ``==``, and if that finds a difference, as they are pickled."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -169,7 +170,10 @@ def are_equal(one: Any, other: Any) -> bool:
                 return False
             del there[partner]
         return True
-    with suppress(Exception):  # of a dataclass with arrays, for example, which do not say whether they are equal
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        names = [each.name for each in dataclasses.fields(one) if each.compare]
+        return all(are_equal(getattr(one, name, None), getattr(other, name, None)) for name in names)
+    with suppress(Exception):  # of an object with arrays, for example, which do not say whether they are equal
         if one == other or (one != one and other != other):
             return True
     if type(one).__module__ == "builtins":
