@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, str]] = {
         "--gib 0.5 --rounds 2",
         "--shapes large --gib 0.01 --rounds 1 --who ours ours,\\ repeated\\ save stock,\\ 1\\ thread",
     ),
-    "reshards": ("--mib 256", "--mib 1"),
+    "reshards": ("--mib 128", "--mib 1"),
     "reshards_cold": ("--mib 128 --cold", "--mib 1 --cold"),
     "sharing": ("--nodes 8 --mib 64 --mib-per-second 16", "--nodes 2 --mib 2 --mib-per-second 64"),
     "messages": ("--ranks 4 --items 10 1000 10000", "--ranks 2 --items 10"),

@@ -387,6 +387,15 @@ class Settings:
     table: Any
 
 
+@dataclasses.dataclass(eq=False)
+class Counter:
+    step: int
+
+    def at(self, place: int) -> Counter:
+        self.place = place  # no field
+        return self
+
+
 class Plain:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -446,6 +455,8 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
     "zeros of long doubles": (np.zeros(1, np.longdouble), -np.zeros(1, np.longdouble), False),
     "zeros of tensors in a tuple": ((torch.tensor([0.0]), {1}), (torch.tensor([-0.0]), {1}), False),
     "zeros of fields": (Settings(0.0, 1), Settings(-0.0, 1), False),
+    "what is no field": (Counter(1).at(2), Counter(1).at(3), False),
+    "an object without `==`": (Counter(1).at(2), Counter(1).at(2), True),
     "NaN of fields": (Settings(0.1, [float("nan")]), Settings(0.1, [float("nan")]), True),
     "order of a dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
     "order of a dict in a tuple": (({"a": 1, "b": 2}, 3), ({"b": 2, "a": 1}, 3), True),
@@ -459,7 +470,7 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
 
 
 def test_a_proof_and_diff_call_the_same_equal(tmp_path: Path) -> None:
-    torch.serialization.add_safe_globals([Settings])
+    torch.serialization.add_safe_globals([Settings, Counter])
     for side in (0, 1):
         robust_dcp.save({name: each[side] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / str(side))
     proof = robust_dcp.prove({name: each[1] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / "0")

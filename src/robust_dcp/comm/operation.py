@@ -710,7 +710,7 @@ class Operation:
                 now, waited = link.now, link.now - exchange.waiting_since
                 neighbours = exchange.neighbours
                 is_cut_off = any(exchange.silence_of(each, now) > look_seconds / 2 for each in exchange.tree.neighbours)
-                if waited <= look_seconds / 2 or not (is_cut_off or exchange.n_reconnects):
+                if waited <= look_seconds / 2 or not is_cut_off:
                     continue
                 unheard = [peer for peer in exchange.tree.neighbours if neighbours[peer].heard_seconds is None]
                 awaited = tuple([exchange.silence_behind(peer, now)[1] for peer in exchange.absent])
