@@ -171,7 +171,8 @@ def are_equal(one: Any, other: Any) -> bool:
             del there[partner]
         return True
     # Where a dataclass does not make `==`, its fields may not be all of its state.
-    if dataclasses.is_dataclass(one) and not isinstance(one, type) and one.__dataclass_params__.eq:
+    params = getattr(type(one), "__dataclass_params__", None)
+    if params is not None and params.eq:
         names = [each.name for each in dataclasses.fields(one) if each.compare]
         return all(are_equal(getattr(one, name, None), getattr(other, name, None)) for name in names)
     with suppress(Exception):  # of an object with arrays, for example, which do not say whether they are equal
