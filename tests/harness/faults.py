@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -73,4 +74,7 @@ def stand_still(until: Any, then: signal.Signals = signal.SIGCONT) -> None:
     """Stop this process until there is a file ``until``, or for a minute. Then it gets the signal ``then``."""
     wait = 'n=0; until [ -e "$0" ] || [ $n -gt 600 ]; do n=$((n + 1)); sleep 0.1; done; kill -s "$1" "$2"'
     subprocess.Popen(["sh", "-c", wait, str(until), then.name.removeprefix("SIG"), str(os.getpid())])
+    seconds = time.monotonic() + 60
     os.kill(os.getpid(), signal.SIGSTOP)
+    while not os.path.exists(until) and time.monotonic() < seconds:  # it may be another thread that takes the signal
+        time.sleep(0.01)

@@ -15,10 +15,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -961,22 +962,29 @@ def train_where_the_first_save_fails(root: str, is_async: bool) -> list[int]:
     def end(number: int, frame: object) -> None:
         raise RobustCheckpointError("what a handler raises says nothing of the save")
 
+    call_back = Future._invoke_callbacks
+
+    def call_back_late(future: Future[Any]) -> None:  # whoever has waited for the outcome goes on by then
+        time.sleep(0.3)
+        call_back(future)
+
     manager, steps = CheckpointManager(root), []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN if is_async else end)
-    for step in range(6):
-        if step == 2 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        if manager.should_save(step, every=1):
-            steps.append(step)
-            try:
-                fault = fail_in("write", rank=0) if len(steps) == 1 else contextlib.nullcontext()
-                with fault:
-                    if is_async:
-                        manager.async_save(step, state_of_rank(step)).result()
-                    else:
-                        manager.save(step, state_of_rank(step))
-            except robust_dcp.RobustCheckpointError:
-                continue
+    with mock.patch.object(Future, "_invoke_callbacks", call_back_late):
+        for step in range(6):
+            if step == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if manager.should_save(step, every=1):
+                steps.append(step)
+                try:
+                    fault = fail_in("write", rank=0) if len(steps) == 1 else contextlib.nullcontext()
+                    with fault:
+                        if is_async:
+                            manager.async_save(step, state_of_rank(step)).result()
+                        else:
+                            manager.save(step, state_of_rank(step))
+                except robust_dcp.RobustCheckpointError:
+                    continue
     return steps
 
 

@@ -269,6 +269,7 @@ class CheckpointManager:
                     self._tidy_up(Future.result(done), record)
                 ended(is_saved)
 
+            self._preemption.follow(saving, ended)
             saving.add_done_callback(tidy_up)
         return saving
 

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -118,8 +119,10 @@ class Preemption:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._due: list[int] = []
+        self._async: dict[Future[Any], Callable[[bool], None]] = {}  # those under way, and who is told of their end
         self._n_unasked = 0
         self._called_seconds = -math.inf
+        self._lock = threading.Lock()
 
     def is_asked_for(self, step: int, *, asks_always: bool) -> bool:
         """Whether a rank has got a signal: the same answer on all ranks.
@@ -133,6 +136,9 @@ class Preemption:
             RuntimeError: the first call is not made by the main thread.
         """
         _signals.watch()
+        for saving, ended in self._async.items():
+            if saving.done() and Future.exception(saving) is not None:
+                ended(False)  # whoever has its error may ask before its callbacks have run
         now_seconds = time.monotonic()
         is_slow = now_seconds - self._called_seconds >= _SLOW_SECONDS
         self._called_seconds = now_seconds
@@ -168,13 +174,20 @@ class Preemption:
         due, self._due = self._due, []
 
         def ended(has_succeeded: bool) -> None:
+            with self._lock:  # it may be told twice
+                made_for = due.copy()
+                due.clear()
             if not has_succeeded:
-                _signals.noted += due
-            elif due:
-                _signals.deliver(due[0])
+                _signals.noted += made_for
+            elif made_for:
+                _signals.deliver(made_for[0])
 
         try:
             yield ended
         except BaseException:
             ended(False)
             raise
+
+    def follow(self, saving: Future[Any], ended: Callable[[bool], None]) -> None:
+        """An async save goes on after the block of :meth:`saving`, which has yielded ``ended``."""
+        self._async = {saving: ended, **{each: other for each, other in self._async.items() if not each.done()}}
