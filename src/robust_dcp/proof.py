@@ -265,15 +265,21 @@ def compare(
         options: the other arguments of :func:`prove`.
     """
     given = robust_load_planner(planner or RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore))
-    is_partial = getattr(given, "allow_partial_load", False)
-    comparing = RobustLoadPlanner(  # what a planner of the caller's own class converts is meant
-        getattr(given, "flatten_state_dict", True),
-        getattr(given, "flatten_sharded_tensors", True),
+    if not isinstance(given, RobustLoadPlanner):  # of a class of the caller's: what it converts is meant
+        given = RobustLoadPlanner(
+            getattr(given, "flatten_state_dict", True),
+            getattr(given, "flatten_sharded_tensors", True),
+            allow_partial_load=getattr(given, "allow_partial_load", False),
+            on_dtype_mismatch="cast",
+        )
+    comparing = RobustLoadPlanner(
+        given.flatten_state_dict,
+        given.flatten_sharded_tensors,
         allow_partial_load=True,
-        on_dtype_mismatch=getattr(given, "on_dtype_mismatch", "cast"),
-        trusted=getattr(given, "trusted", False),
-        allow_missing=["*"] if is_partial else getattr(given, "allow_missing", ()),
-        ignore=getattr(given, "ignore", ()),
+        on_dtype_mismatch=given.on_dtype_mismatch,
+        trusted=given.trusted,
+        allow_missing=["*"] if given.allow_partial_load else given.allow_missing,
+        ignore=given.ignore,
     )
     comparing.comparison = Comparison()
     reader = storage_reader if isinstance(storage_reader, RobustReader) else None

@@ -266,7 +266,8 @@ class _MakingAnew:
         self._leads = channel.rank == lost.writers[0]
         self._parity_names = [parity_name(lost.group.mark)] if lost.makes_parity else []
         made = (*self._parity_names, *lost.files)
-        self._parts = Parts(self._disk, self._path, lost.group, made, checkpoint.reader.options.direct)
+        self._direct = checkpoint.reader.options.direct
+        self._parts = Parts(self._disk, self._path, lost.group, made, self._direct)
 
     def run(self, buffer_nbytes: int) -> None:
         channel, phase, lost = self._channel, self._phase, self._lost
@@ -331,7 +332,8 @@ class _MakingAnew:
                 files = tuple(file for file in files if file.name in lost.files)
             first = ranks.index(channel.rank) if channel.rank in ranks else len(files)
             for file in files[first :: len(ranks)]:
-                stream = Stream(self._disk, self._path, NodeNote("", (), (file,)), lost.group.mark, suffix)
+                node = NodeNote("", (), (file,))
+                stream = Stream(self._disk, self._path, node, lost.group.mark, suffix, self._direct)
                 buffer = np.empty(min(file.nbytes, _CHECKED_NBYTES), dtype=np.uint8)
                 try:
                     for at in range(0, file.nbytes, _CHECKED_NBYTES):

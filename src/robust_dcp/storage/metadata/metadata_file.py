@@ -154,7 +154,8 @@ def _validate(metadata: Any, file: str) -> None:
         if info.relative_path not in checked_paths:
             checked_paths.add(check_relative_path(info.relative_path, file=file))
         offset, length = info.offset, info.length
-        if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
+        are_numbers = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        if not are_numbers or offset + length > _MAX_NUMBER:
             raise _unexpected(file, f"offset and length of {index.fqn}", info)
         descriptors = getattr(info, "transform_descriptors", None)  # torch 2.6 and older have no such attribute
         if descriptors and not all(isinstance(d, str) for d in descriptors):

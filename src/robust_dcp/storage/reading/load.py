@@ -297,15 +297,16 @@ class ItemReader:
     def _check_places(self, number: int, file: DataFile) -> None:
         """Make sure that items lie in their file, and are those that were written there, before memory is taken."""
         here = slice(*np.searchsorted(self._places.file, (number, number + 1)).tolist())
-        begin = self._places.start[here]
-        end = begin + self._places.nbytes[here]
-        if (end > file.nbytes).any():
-            read = self._read_at(here.start + int(np.argmax(end > file.nbytes)))
+        begin, nbytes = self._places.start[here], self._places.nbytes[here]
+        is_beyond = nbytes > file.nbytes - begin  # a sum of the two could be too large
+        if is_beyond.any():
+            read = self._read_at(here.start + int(np.argmax(is_beyond)))
             item = StoredItem(file, read, self.verification)
             raise item.corrupt(f"{read.nbytes} bytes at offset {read.offset}", f"a file of {file.nbytes} bytes")
         footer = None if self._options.verify_checksums is False else file.footer
         if footer is None or not footer.n_items:
             return
+        end = begin + nbytes
         try:
             differs = np.flatnonzero(footer.items_at(begin, end) != self._item_ids[here])
         except ValueError as error:
