@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -119,7 +120,7 @@ class Preemption:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._due: list[int] = []
-        self._async: dict[Future[Any], Callable[[bool], None]] = {}  # those under way, and who is told of their end
+        self._async: WeakKeyDictionary[Future[Any], Callable[[bool], None]] = WeakKeyDictionary()
         self._n_unasked = 0
         self._called_seconds = -math.inf
         self._lock = threading.Lock()
@@ -136,7 +137,7 @@ class Preemption:
             RuntimeError: the first call is not made by the main thread.
         """
         _signals.watch()
-        for saving, ended in self._async.items():
+        for saving, ended in list(self._async.items()):
             if saving.done() and Future.exception(saving) is not None:
                 ended(False)  # whoever has its error may ask before its callbacks have run
         now_seconds = time.monotonic()
@@ -189,5 +190,8 @@ class Preemption:
             raise
 
     def follow(self, saving: Future[Any], ended: Callable[[bool], None]) -> None:
-        """An async save goes on after the block of :meth:`saving`, which has yielded ``ended``."""
-        self._async = {saving: ended, **{each: other for each, other in self._async.items() if not each.done()}}
+        """An async save goes on after the block of :meth:`saving`, which has yielded ``ended``.
+
+        It is held weakly: its queue holds it until its callbacks have run.
+        """
+        self._async[saving] = ended
