@@ -51,7 +51,7 @@ _PAYLOAD_TAGS = 1 << 30
 _CLOSING_TAG = (1 << 31) - 1
 GREETING_TAG = (1 << 31) - 2
 CONNECTING_FAILED = "connecting failed"
-CONNECT_TIMEOUT = "Connect timeout"
+NOT_CONNECTED = "Connect timeout"
 """What gloo says when it could not reach a rank, or was not reached."""
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=2)
@@ -359,7 +359,7 @@ def close_in_child() -> None:
 
 def has_timed_out(detail: str) -> bool:
     """Whether connecting failed because no answer came in time. A rank that has given up before refuses instead."""
-    return detail.startswith(CONNECTING_FAILED) and (CONNECT_TIMEOUT in detail or "Timed out waiting" in detail)
+    return detail.startswith(CONNECTING_FAILED) and (NOT_CONNECTED in detail or "Timed out waiting" in detail)
 
 
 def _call(function: Any, *args: Any) -> Any:

@@ -144,7 +144,6 @@ class Exchange:
         began_seconds, moved_seconds: when this rank's own work began, and when it last advanced.
         done_nbytes, total_nbytes: how much of it is done, and how much there is to do; 0 while that is not known.
         stood_still_seconds: for how long this process stood still in this exchange.
-        n_reconnects: how often the ranks have connected again in it.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class Exchange:
         self._timeout_seconds = timeout_seconds
         self._gone = gone
         self._process_of = process_of
-        self.n_reconnects = 0
+        self._n_reconnects = 0
 
     def lacking(self, peers: Sequence[int], kind: Kind) -> tuple[int, ...]:
         """Those of ``peers`` whose message has not come."""
@@ -197,8 +196,8 @@ class Exchange:
 
         After some times silence counts after all, so that ranks which lose each other again and again come to an end.
         """
-        self.n_reconnects += 1
-        if self.n_reconnects <= _MAX_RECONNECTS:
+        self._n_reconnects += 1
+        if self._n_reconnects <= _MAX_RECONNECTS:
             for peer, neighbour in self.neighbours.items():
                 neighbour.beat = None
                 if not has_timed_out(self._gone.get(peer, "")):

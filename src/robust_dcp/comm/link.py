@@ -24,9 +24,9 @@ import msgspec
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.connections import (
-    CONNECT_TIMEOUT,
     CONNECTING_FAILED,
     GREETING_TAG,
+    NOT_CONNECTED,
     Broken,
     Connections,
     Unreachable,
@@ -496,7 +496,7 @@ class Link:
         closed = {} if connections is None else dict(connections.closed)
         # Who was connected to and did not greet may come over new connections: its host was busy, or a stranger took
         # its place.
-        apart = {rank: detail for rank, detail in self.gone.items() if CONNECT_TIMEOUT in detail}
+        apart = {rank: detail for rank, detail in self.gone.items() if NOT_CONNECTED in detail}
         return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, apart)
 
     def _end_of(self, place: str, until: float) -> Steps[bytes]:
