@@ -16,6 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -319,17 +320,20 @@ class IndexTemplate:
         Args:
             fit: of the ``.metadata`` that it belongs to.
             file_names: the data files, relative to the checkpoint, rank after rank.
-            storage_meta: written into the file as it is.
+            storage_meta: written into the file. A path that is no UTF-8 stands there in escapes.
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
         meta: dict[str, Any] = {"version": FORMAT_VERSION, "has_paths": self._has_paths, "storage_meta": storage_meta}
         if beside := files_beside(storage_meta):
             meta["files_beside"] = beside
+        if storage_meta is not None and storage_meta.checkpoint_id is not None:
+            place = os.fsencode(storage_meta.checkpoint_id).decode(errors="backslashreplace")
+            meta["storage_meta"] = replace(storage_meta, checkpoint_id=place)
         values: dict[str, Any] = {
             "files": names,
             "file_ends": ends,
-            "meta": msgspec.json.encode(meta, enc_hook=os.fsdecode),  # the checkpoint's path may be a Path
+            "meta": msgspec.json.encode(meta),
         }
         own = {name: Section.of(name, each) for name, each in values.items()}
         return encode_sections({**self._constant, **own, **plan}, fit, self._sections_at)
