@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +178,27 @@ def test_a_report_that_cannot_be_written_is_one_line_in_the_log(
     robust_dcp.save(state_of(), checkpoint_id=f"file://{tmp_path}/durable/2")
     loads = json.loads((tmp_path / "durable" / "2" / REPORT_NAME).read_bytes())["loads"]
     assert [load["checkpoint"] for load in loads] == [str(tmp_path)] * 2
+
+
+def test_a_load_is_told_in_one_report_whatever_fails_after_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path / "staging"))
+    root = f"memory://{tmp_path.name}"
+
+    def save(number: int, **options: Any) -> None:
+        robust_dcp.save(state_of(), checkpoint_id=f"{root}/{number}", **options)
+
+    save(1)
+    robust_dcp.load(state_of(), checkpoint_id=f"{root}/1")
+    with pytest.raises(StorageError, match="there is another checkpoint"):
+        save(1)  # its report does not arrive
+    with pytest.raises(RobustCheckpointError, match="on_commit has failed"):
+        save(2, on_commit=lambda: {}["a mistake"])  # this one has
+    save(3)
+    filesystem, path = fsspec.url_to_fs(root)
+    loads = [json.loads(filesystem.cat_file(f"{path}/{number}/{REPORT_NAME}"))["loads"] for number in (2, 3)]
+    assert list(map(len, loads)) == [1, 0]
 
 
 def test_a_report_that_was_sent_to_another_process_has_all_but_the_metadata(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         queue: the drains of the group.
         open_channel: makes the channel for a copy, when its turn has come, from the name of its operation and a
             timeout.
+        has_arrived: whether its copy has.
     """
 
     checkpoint: str
@@ -117,6 +118,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
     open_channel: Callable[..., Channel]
     _record: DrainRecord = DrainRecord("", "")
     _held: ExitStack = msgspec.field(default_factory=ExitStack)
+    has_arrived: bool = False
 
     def deliver(
         self,
@@ -300,6 +302,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                         raise  # otherwise the copy of the later save removes what this one has sent
                     logger.info("%s was replaced before it was copied to %s", path, target)
                     return copying.result
+            self.has_arrived = True
             if channel.is_coordinator and self.writer.on_arrival is not None:
                 self.writer.on_arrival(target)
             if leads and self._record.target:  # last: if the job is killed before, its next one does all this again

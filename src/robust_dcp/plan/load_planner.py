@@ -204,7 +204,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 tensors = {key: value for key, value in tensors.items() if key not in tied}
             planned = plan_reads(asked, self.metadata, whole)
             if tensors:
-                check_filled(planned, tensors)
+                check_filled(planned, tensors, self.checkpoint or "the checkpoint")
         planned.planner = self
         # A planner with hooks of its own may change the list.
         is_list = not planned.names or not answers_as_stock

@@ -789,7 +789,8 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
                     plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
                 )
         except BaseException:
-            if session.delivery is not None and session.delivery.is_staged:  # the report goes with what was staged
+            delivery = session.delivery
+            if delivery is not None and delivery.is_staged and not delivery.has_arrived:  # nor has the report
                 tell_again(self.loads)
             raise
         finally:
