@@ -55,6 +55,8 @@ def test_it_is_on_or_off_by_any_of_the_usual_words_and_off_wins_over_install(
         ("ROBUST_DCP_RANKS_PER_NODE", "0", "a whole number from 1 on"),
         ("ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS", "nan", "a positive number of seconds"),
         ("ROBUST_DCP_SAVE_FAILURE", "ignore", "one of raise, warn"),
+        ("ROBUST_DCP_PROVES", "1", "the name ROBUST_DCP_PROVE"),
+        ("ROBUST_DCP_RANK_PER_NODE", "8", "the name ROBUST_DCP_RANKS_PER_NODE"),
     ],
 )
 def test_a_value_that_nobody_understands_ends_the_process_at_its_start(
