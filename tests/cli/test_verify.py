@@ -60,6 +60,13 @@ def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(or
     path.rename(path.parent / "step_7")
     (row,) = shell("ls", path.parent, "--json").json["checkpoints"]
     assert (row["step"], row["state"], row["is_latest"]) == (7, "committed", True)
+    for name in ("__0.metadata", "__1.metadata"):
+        metadata = path.parent / "step_7" / name
+        whole = metadata.read_bytes()
+        metadata.write_bytes(whole[:-9])
+        (row,) = shell("ls", path.parent, "--json").json["checkpoints"]
+        assert row["state"] == f"damaged: {name} is cut off"
+        metadata.write_bytes(whole)
 
 
 def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(originals: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from robust_dcp.cli.checkpoint import disk_of_root, protected_in_words
 from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, parse_name, series_in
 from robust_dcp.nodes.parity_file import read_parity_note
+from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
@@ -130,13 +131,15 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
         saves_of_ours = "saving now"
     elif None in states and is_recent():
         saves_of_ours = _UNKNOWN
-    metadata = next((each for each in (METADATA_NAME, metadata_name(0)) if each in names), None)
-    if metadata is not None:
+    metadata = [METADATA_NAME] if METADATA_NAME in names else []
+    if not metadata and metadata_name(0) in names:  # each rank has saved for itself
+        metadata = [each for each in names if each.endswith(METADATA_NAME)]
+    if metadata:
         try:
-            end = disk.read_end(os.path.join(path, metadata), TRAILER_NBYTES)
+            cut = [each for each in metadata if is_cut_off(*disk.read_end(os.path.join(path, each), TRAILER_NBYTES))]
         except errors.StorageError:
             return "unreadable"
-        committed = f"damaged: {metadata} is cut off" if is_cut_off(*end) else "committed"
+        committed = f"damaged: {listed(cut, 3)} is cut off" if cut else "committed"
         state = f"{committed}, {saves_of_ours}".removesuffix(", ")
         has_parity = any(name.startswith(PARITY_PREFIX) for name in names)
         return state + protected_in_words(read_parity_note(disk, path) if has_parity else None)
