@@ -106,6 +106,13 @@ def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path)
     assert names_in(run) == ["step_3", "step_4"]  # of these two the newer one is damaged
 
 
+def test_prune_keeps_what_lacks_the_metric_unless_another_rule_decides(run: Path) -> None:
+    (run / "step_1" / ".robust_dcp.step.json").write_bytes(b'{"step": 1, "metrics": {"train_loss": 1.0}}')
+    words = ("prune", run, "--keep-best", "loss", "--yes")
+    assert shell(*words).code == 0 and names_in(run) == ["step_1", "step_2", "step_3", "step_4"]
+    assert shell(*words, "--keep-last", 1).code == 0 and names_in(run) == ["step_2", "step_3", "step_4"]
+
+
 def test_prune_leaves_what_is_being_loaded_or_saved(run: Path) -> None:
     with claimed(Disk(), str(run / "step_2")), needed_for_a_load(Disk(), str(run / "step_1")):
         ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")

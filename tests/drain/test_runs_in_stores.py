@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter, StorageError
 from robust_dcp.manager import series
-from robust_dcp.storage.remote import Calls
+from robust_dcp.storage.remote import Calls, RemoteDisk
 from tests.cli.commands import shell
 from tests.drain.test_stores import BUCKET, FaultyStore, running_store
 from tests.harness.ranks import run_ranks, values
@@ -176,8 +178,11 @@ def changes_until(number: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_job_that_is_killed_at_any_change_of_the_store_goes_on_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a save of a new step, in one that takes the place of a step, and in the removals that follow."""
-    monkeypatch.setattr(series, "_OVER_AFTER_SECONDS", 0.0)
+    """In a save of a new step, in one that takes the place of a step, and in the removals that follow. The times of the
+    store are whole seconds, as those of S3 are."""
+    in_full = RemoteDisk.modified_seconds
+    monkeypatch.setattr(RemoteDisk, "modified_seconds", lambda self, path: float(int(in_full(self, path))))
+    monkeypatch.setattr(series, "_OVER_AFTER_SECONDS", -1.0)  # what was begun in this second is over, too
     monkeypatch.setattr(Calls, "_within_limit", lambda self, call: call())  # 10,000 calls, none of which can hang
     begun = f"memory://{tmp_path.name}/begun"
     manager = CheckpointManager(begun)
@@ -199,6 +204,8 @@ def test_a_job_that_is_killed_at_any_change_of_the_store_goes_on_and_leaves_noth
                     CheckpointManager(root, keep_last=1).save(step, state(33), metrics={"loss": 33})
             outcomes.add(loaded(root))
             there = {each.step: each for each in CheckpointManager(root).checkpoints()}
+            is_committed = step in there and value_at(there[step]) == 33.0
+            assert loaded(root) == ((step, 33.0) if is_committed else (2, 2.0)), (step, number)
             for each in there.values():
                 loss = {0: {}, 2: {"loss": 2.0}}.get(each.step)
                 assert each.metrics == (loss if each.step < 3 else {"loss": value_at(each)}), (step, number, each)
@@ -213,6 +220,32 @@ def test_a_job_that_is_killed_at_any_change_of_the_store_goes_on_and_leaves_noth
             if number > len(changes):
                 break
         assert outcomes == {(2, 2.0), (step, 33.0)} and 30 > number > 15, (step, outcomes, number)
+
+
+@pytest.mark.parametrize("root", ["s3"], indirect=True)
+def test_of_two_saves_that_take_the_place_of_one_at_the_same_moment_one_is_refused(
+    root: str, server: FaultyStore
+) -> None:
+    CheckpointManager(root).save(1, state(1))
+    is_there, goes_on = threading.Event(), threading.Event()
+
+    def hold_the_first(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("step_1/.metadata?") and not is_there.is_set():
+            is_there.set()
+            assert goes_on.wait(300)
+
+    server.fault = hold_the_first
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(CheckpointManager(root).save, 1, state(2))
+        assert is_there.wait(300)
+        try:
+            CheckpointManager(root).save(1, state(3))
+        finally:
+            goes_on.set()
+        with pytest.raises(StorageError, match="there is another checkpoint at"):
+            first.result()
+    server.clear()
+    assert loaded(root) == (1, 3.0)
 
 
 def save_and_load(root: str, staging: str) -> tuple[list[int], int, list[float], list[str]]:
@@ -247,14 +280,29 @@ def test_the_first_words_say_that_a_bucket_is_not_there_or_may_not_be_used(
     server: FaultyStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+    monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path / "staging"))
+    with pytest.raises(StorageError, match=r"^s3://nobody does not exist"):
+        CheckpointManager("s3://nobody/run").load_latest(state(0))  # a run that begins does not train until it saves
+    more: dict[str, list[object]] = {
+        "ls": [],
+        "prune": ["--keep-last", 1],
+        "verify": [],
+        "inspect": [],
+        "copy": [tmp_path / "copy"],
+    }
+    for command, words in more.items():
+        ended = shell(command, "s3://nobody/run", *words)
+        assert ended.code == 2 and "s3://nobody does not exist" in ended.err, ended
     for call in (
         lambda url: robust_dcp.load(state(0), checkpoint_id=url),
         lambda url: robust_dcp.copy_checkpoint(url, tmp_path / "copy"),
+        lambda url: CheckpointManager(os.path.dirname(url)).checkpoints(),
+        lambda url: CheckpointManager(os.path.dirname(url)).save(1, state(1)),
     ):
         with pytest.raises(StorageError, match=r"^s3://nobody does not exist"):
             call("s3://nobody/run/step_1")
         server.fault = lambda method, path: "403"
-        with pytest.raises(StorageError, match=r"^(look at|list) s3://bucket/run/step_1.*check the credentials"):
+        with pytest.raises(StorageError, match=r"^(look at|list) s3://bucket/run.*check the credentials"):
             call(f"s3://{BUCKET}/run/step_1")
         server.clear()
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

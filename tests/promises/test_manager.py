@@ -442,6 +442,11 @@ def saves(step: Any, **options: Any) -> Callable[[Path], object]:
         (lambda root: CheckpointManager(root).should_save(-1, every=1), ValueError, "from 0 on"),
         (lambda root: CheckpointManager(root).should_save(1, every=0), ValueError, "at least 1"),
         (lambda root: CheckpointManager(root, keep=[3]), TypeError, "has no method kept"),  # type: ignore[list-item]
+        (lambda root: CheckpointManager(root, keep=[KeepLast]), TypeError, "has no method kept"),  # type: ignore[list-item]
+        (lambda root: CheckpointManager(root, keep_best=["loss"]), ValueError, "the name of a metric"),  # type: ignore[arg-type]
+        (lambda root: CheckpointManager(root, drain_to="nowhere://x/run"), ValueError, "nowhere"),
+        (lambda root: CheckpointManager("memory://x/run", parity_nodes=2), ValueError, "parity_nodes is for a root"),
+        (lambda root: CheckpointManager(root).load_latest({}, alow_missing=["x"]), TypeError, "alow_missing"),
         *((saves(step), ValueError, "a step is a whole|again") for step in (-1, 1.5, "3", None, 10**18)),
         (saves(1, metrics={"loss": None}), ValueError, "must be a number"),
         (saves(1, metrics={"loss": "low"}), ValueError, "must be a number"),
@@ -500,6 +505,20 @@ def save_on_all_ranks(root: str, *steps: int) -> list[int]:
 
 
 class TestLoads:
+    def test_a_run_that_finds_nothing_under_its_name_is_told_what_else_is_there(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for root in (tmp_path, tmp_path / "new"):
+            assert CheckpointManager(root).load_latest(state(0)) is None and not caplog.records
+        save_steps(CheckpointManager(tmp_path, name="ema_{step}"), 1)
+        save_by_stock(tmp_path / "iter_0000003", 1)
+        for root in (tmp_path, tmp_path / "ema_1"):
+            assert CheckpointManager(root).load_latest(state(0)) is None
+        of_root, of_checkpoint = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+        assert "holds no checkpoint called step_{step}, but" in of_root
+        assert {"ema_{step}", "iter_{step}"} == set(of_root.partition("but ")[2].split(", "))
+        assert of_checkpoint.endswith("but a checkpoint itself")
+
     def test_if_the_latest_is_damaged_the_newest_whole_one_is_loaded_and_the_others_are_named(
         self, tmp_path: Path
     ) -> None:
@@ -521,6 +540,7 @@ class TestLoads:
         root = os.path.join(tmp_path, os.fsdecode(b"\xff"))
         values(run_ranks(2, save_on_all_ranks, root, 10))
         assert values(run_ranks(2, load_what_is_there, root)) == [(10, 10.0, [])] * 2
+        assert os.path.exists(os.path.join(root, "step_10", ".robust_dcp.index"))
 
     def test_a_checkpoint_that_does_not_fit_is_no_damaged_one(self, tmp_path: Path) -> None:
         save_steps(CheckpointManager(tmp_path), 10, 20)
@@ -537,6 +557,31 @@ def fail_to_move_latest(root: str) -> str:
     with pytest.raises(RobustCheckpointError) as caught:
         manager.save(2, state(2))
     return str(caught.value)
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut off": lambda data: data[:100],
+    "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
+    "zeros at its end": lambda data: data[:-50] + bytes(50),
+}
+
+
+@pytest.mark.parametrize("by", ["manager", "command", "policy of another metric"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_removals_leave_the_newest_checkpoint_that_is_whole(damage: str, by: str, tmp_path: Path) -> None:
+    save_steps(CheckpointManager(tmp_path), 1, 2, 3, 4)
+    for step in (3, 4):
+        metadata = tmp_path / f"step_{step}" / ".metadata"
+        metadata.write_bytes(DAMAGES[damage](metadata.read_bytes()))
+    if by == "command":
+        assert shell("prune", tmp_path, "--keep-last", 1, "--yes").code == 0
+    else:
+        options: dict[str, Any] = {"keep_last": 1} if by == "manager" else {"keep_best": "loss", "keep_every": 9}
+        CheckpointManager(tmp_path, **options).prune()
+    steps = [each.step for each in CheckpointManager(tmp_path).checkpoints()]
+    assert 1 not in steps and {2, 4} <= set(steps)
+    assert loaded(tmp_path / "step_2") == 2.0
 
 
 class TestLatest:

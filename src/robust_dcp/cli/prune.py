@@ -21,9 +21,7 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from robust_dcp import errors
 from robust_dcp.cli.arguments import number_in, place
@@ -33,8 +31,6 @@ from robust_dcp.cli.output import CANNOT, CommandFailed, Output, age, number, sa
 from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of, prune, series_in
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.metadata.stored_pickle import pickle_in
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -61,7 +57,6 @@ def run(options: Namespace) -> int:
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
     series = _series(disk, root, options.name)
-    policies.append(_KeepWhole(disk))
     decided = series.decide(policies)
     crashed = [path for path in series.directories() if state_of(disk, path, time.time()) == CRASHED]
     _check_metric([each for each, _ in decided], options.keep_best)
@@ -92,22 +87,6 @@ def run(options: Namespace) -> int:
     n_removed, n_swept = len(pruned["removed"]), len(pruned["swept"])
     Output.note(f"removed: {number(n_removed, 'checkpoint')}, {number(n_swept, 'crashed save')}")
     return CANNOT if pruned["failed"] else 0  # the log has said why
-
-
-class _KeepWhole(NamedTuple):
-    """Keeps the newest checkpoint with a ``.metadata`` that is not damaged: the newer ones may be of no use."""
-
-    disk: Disk
-
-    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
-        return islice(filter(self._is_whole, reversed(checkpoints)), 1)
-
-    def _is_whole(self, checkpoint: Checkpoint) -> bool:
-        path = os.path.join(checkpoint.path, METADATA_NAME)
-        try:
-            return pickle_in(self.disk.read_file(path) or b"", path).endswith(b".")  # so ends every pickle
-        except (errors.StorageError, errors.CorruptCheckpoint):
-            return False
 
 
 def _series(disk: Disk, root: str, name: str | None) -> Series:

@@ -322,7 +322,7 @@ class Copy:
             )
         if committed != manifest.metadata:
             # Another copy may have committed since that look. If its file can stay, this copy is refused.
-            target.put(METADATA_NAME, manifest.metadata, is_new=committed is None)
+            target.put(METADATA_NAME, manifest.metadata, former=committed, keeps_others=True)
             arrived = self._metadata_at_target(there) or b""
             if arrived != manifest.metadata:
                 words = f"{len(arrived)} bytes that are not those"

@@ -145,11 +145,12 @@ class Place:
         """The bytes of a small file; ``None`` if it does not exist."""
         return self.disk.read_file(self.path_of(name), _MOST_METADATA_NBYTES)
 
-    def put(self, name: str, data: bytes, *, is_new: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, former: bytes | None = None, keeps_others: bool = False) -> None:
         """Write a small file, durably.
 
         Args:
-            is_new: no such file was there. If there is one by now, it stays in a store that can do that in one call.
+            former: the content that was there; ``None`` if there was no such file.
+            keeps_others: if something else is there by now, it stays, in a store that can do that in one call.
         """
         self.write(name, lambda: [data], len(data), len(data))
         self.sync()
@@ -268,20 +269,28 @@ class _Store(Place):
         self._filesystem = self._remote.filesystem
         self.gives_etags = hasattr(self._filesystem, "call_s3")
 
-    def put(self, name: str, data: bytes, *, is_new: bool = False) -> None:
-        if not (is_new and self._refuses_to_replace(name, data)):
+    def put(self, name: str, data: bytes, *, former: bytes | None = None, keeps_others: bool = False) -> None:
+        if not (keeps_others and self._put_in_place_of(former, name, data)):
             super().put(name, data)
 
-    def _refuses_to_replace(self, name: str, data: bytes) -> bool:
-        """Write a file unless one of that name is there. Return whether the store can do that."""
+    def _put_in_place_of(self, former: bytes | None, name: str, data: bytes) -> bool:
+        """Write a file unless another one than ``former`` is there. Return whether the store can do that."""
         path, url = self._path(name), self.path_of(name)
         pipe_file = getattr(self._filesystem, "_pipe_file", self._filesystem.pipe_file)
         if "mode" not in inspect.signature(pipe_file).parameters:  # fsspec of 2024, and some stores
             return False
+        condition = {"mode": "create"}
+        if former is not None:
+            if not self.gives_etags:
+                return False
+            condition = {"IfMatch": str(self._remote.info(url).get("ETag"))}
+            if self.read(name) != former:
+                return True
         try:
-            self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data, mode="create"))
+            self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data, **condition))
         except StorageError as error:
-            status = status_of(error.__cause__)
+            cause = error.__cause__  # s3fs has an OSError for that of the client
+            status = status_of(cause) or status_of(cause and cause.__cause__)
             if status == _NOT_IMPLEMENTED:
                 return False
             if status != _PRECONDITION_FAILED and error.errno != errno.EEXIST:

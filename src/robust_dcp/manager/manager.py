@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import errno
 import functools
+import inspect
 import logging
 import math
 import operator
@@ -28,9 +29,9 @@ from robust_dcp.drain.record import digest_at, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
-from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
+from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune, series_in
 from robust_dcp.proof import ProofReport, before_first_step, compare
-from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.report import LoadReport, SaveReport, listed
 from robust_dcp.save_queue import queues_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
@@ -156,12 +157,16 @@ class CheckpointManager:
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, keep)
         self._drain_to = None if drain_to is None else absolute(place_of(drain_to))
-        if self._drain_to is not None and real_place(self._drain_to) == real_place(self.root):
-            raise ValueError(
-                f"drain_to is {self.root}, the manager's own root: checkpoints are copied to another place"
-            )
-        if self._series.is_in_store and drain_to is not None:
-            raise ValueError(f"drain_to is for a root that is a directory, and {self.root} is in a store already")
+        if self._drain_to is not None:
+            if real_place(self._drain_to) == real_place(self.root):
+                raise ValueError(
+                    f"drain_to is {self.root}, the manager's own root: checkpoints are copied to another place"
+                )
+            with suppress(StorageError):  # a package may be missing on one node only: then a save fails, on all ranks
+                disk_at(self._drain_to)
+        for name, value in (("drain_to", drain_to), ("parity_nodes", parity_nodes)):
+            if self._series.is_in_store and value is not None:
+                raise ValueError(f"{name} is for a root that is a directory, and {self.root} is in a store already")
         if drain_keep_last is not None and drain_to is None:
             raise ValueError("drain_keep_last is about the copies below drain_to: pass that, or keep_last")
         self._drain_policies = policies_of(drain_keep_last, None, None)
@@ -303,6 +308,8 @@ class CheckpointManager:
         """
         if prove not in (True, False, "first step"):
             raise ValueError(f'prove is True, False or "first step", not {prove!r}')
+        # A mistyped option is told by the first start, too, when there is nothing to load yet.
+        inspect.signature(load).bind(state_dict, checkpoint_id=self.root, process_group=self._group, **options)
         prove_before_step = before_first_step(state_dict, options.get("planner")) if prove == "first step" else None
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
@@ -342,10 +349,11 @@ class CheckpointManager:
             on a node with a root of its own. One that is being loaded stays.
         """
         is_coordinator = not dist.is_initialized() or dist.get_rank(self._group) == 0
-        if not (self._leads or is_coordinator):
-            return []
+        return self._prune() if self._leads or is_coordinator else []
+
+    def _prune(self, *, right_after_save: bool = False) -> list[str]:
         with self._pruning:  # an async save prunes on a thread of its own
-            pruned = prune(self._series, self.policies)
+            pruned = prune(self._series, self.policies, right_after_save=right_after_save)
         return [*pruned["swept"], *pruned["removed"]]
 
     def _options_of(self, step: int, metrics: Metrics, options: dict[str, Any]) -> tuple[dict[str, Any], Checkpoint]:
@@ -373,7 +381,6 @@ class CheckpointManager:
             timeout_seconds=options.get("timeout_seconds") or 300.0,
             no_dist=options.get("no_dist", False),
         )
-
         writer, is_in_store = options.pop("storage_writer", None), self._series.is_in_store
         overwrite = not isinstance(writer, RobustWriter) or writer.options.overwrite
 
@@ -454,7 +461,7 @@ class CheckpointManager:
             if record is not None and (latest is None or latest.saved_seconds <= record.saved_seconds):
                 series.move_latest(path, record.digest)
             if self._drain_policies:
-                prune(series, self._drain_policies)
+                prune(series, self._drain_policies, right_after_save=True)
         except Exception as error:
             logger.warning("%s has arrived; latest and old checkpoints there stay as they are: %s", path, error)
 
@@ -508,7 +515,20 @@ class CheckpointManager:
         if not candidates and channel.size > 1:  # the coordinator's node may be a new one that has nothing yet
             of_all = channel.all_gather("candidates of other nodes", look, _Candidates)
             candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
+        if not candidates and channel.is_coordinator:
+            self._tell_what_else_is_there()
         return [msgspec.structs.replace(each, path=os.path.join(self.root, each.path)) for each in candidates]
+
+    def _tell_what_else_is_there(self) -> None:
+        """There is no checkpoint of this series. That is how a run begins, and how a mistyped name looks."""
+        with suppress(StorageError):
+            there = series_in(self._disk, self.root) if self._series.is_there() else []
+            others = [each.name for each in there if each.prefix != self._series.prefix and each.look()]
+            if self._disk.exists(os.path.join(self.root, METADATA_NAME)):
+                others = ["a checkpoint itself"]
+            if others:
+                name = self._series.name
+                logger.warning("%s holds no checkpoint called %s, but %s", self.root, name, listed(others))
 
     def _tidy_up(self, report: SaveReport, record: Checkpoint) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it.
@@ -522,7 +542,7 @@ class CheckpointManager:
             if self._leads:
                 self._note(record)
             if self.policies:
-                self.prune()
+                self._prune(right_after_save=True)
         except Exception as error:  # also of a policy: the other ranks go on, and so does this one
             logger.warning("%s: old checkpoints are not removed: %s", self.root, error, exc_info=error)
 

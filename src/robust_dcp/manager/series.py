@@ -45,6 +45,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from functools import partial
+from itertools import islice
 from operator import ne
 from typing import Any, Final, Literal, Protocol, TypeVar
 
@@ -68,8 +69,8 @@ from robust_dcp.storage.files.paths import (
     writer_of,
 )
 from robust_dcp.storage.files.small_files import pass_over, read_hint
-from robust_dcp.storage.files.what_is_there import TRACKER_NAME
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
+from robust_dcp.storage.files.what_is_there import TRACKER_NAME, why_no_bucket
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded, pickle_in
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         job: who has saved it; ``None`` if it was not a manager.
         series: the prefix of the names of the series that it was saved in.
         earlier: the record of the checkpoint that is at its place until it is committed.
+        follows: what ``latest`` said right before that, in a store, as Python spells it.
     """
 
     step: int
@@ -134,6 +136,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     job: Job | None = None
     series: str | None = None
     earlier: Checkpoint | None = None
+    follows: str = ""
 
     @property
     def name(self) -> str:
@@ -204,6 +207,8 @@ class KeepBest:
 
     def __post_init__(self) -> None:
         _check_number("number", self.number)
+        if not isinstance(self.metric, str):
+            raise ValueError(f"keep_best is the name of a metric, not {self.metric!r}")
         if self.best not in ("smallest", "largest"):
             raise ValueError(f"best is 'smallest' or 'largest', not {self.best!r}")
 
@@ -239,7 +244,7 @@ def policies_of(
     short: dict[Callable[[Any], KeepPolicy], Any] = {KeepLast: keep_last, KeepEvery: keep_every, KeepBest: keep_best}
     policies = [*more, *(policy(value) for policy, value in short.items() if value is not None)]
     for each in policies:
-        if not callable(getattr(each, "kept", None)):
+        if isinstance(each, type) or not callable(getattr(each, "kept", None)):
             raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
     return policies
 
@@ -296,6 +301,18 @@ class Series:
         prefix, step = parse_name(name) or (None, None)
         return step if prefix == self.prefix else None
 
+    def is_there(self) -> bool:
+        """Whether the root is there. Nothing is before the first save, but for the bucket.
+
+        Raises:
+            StorageError: it cannot be looked at, or its bucket does not exist.
+        """
+        if self.disk.exists(self.root):
+            return True
+        if self.is_in_store and (no_bucket := why_no_bucket(self.disk, self.root)):
+            raise errors.StorageError(no_bucket, path=self.root, errno=ENOENT, operation="look at")
+        return False
+
     def directories(self) -> list[str]:
         """The paths of all directories that have a name of this series, whatever they hold, and links to such.
 
@@ -306,7 +323,7 @@ class Series:
 
     def _paths(self, names_in: Callable[[str], list[str]]) -> list[str]:
         """The paths that have a name of this series."""
-        names = names_in(self.root) if self.disk.exists(self.root) else []
+        names = names_in(self.root) if self.is_there() else []
         return [os.path.join(self.root, name) for name in names if self.step_of(name) is not None]
 
     def look(self, *, skips_unknown: bool = True, by_ranks: bool = False) -> list[Checkpoint]:
@@ -381,7 +398,9 @@ class Series:
         is_ours = stem in (self.latest_name, self.tracker_name) and name.endswith(".tmp")
         return is_ours and re.fullmatch("[0-9a-f]{16}", mark) is not None
 
-    def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
+    def decide(
+        self, policies: Sequence[KeepPolicy], *, right_after_save: bool = False
+    ) -> list[tuple[Checkpoint, str | None]]:
         """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
         Without a policy all stay.
 
@@ -390,7 +409,8 @@ class Series:
         job went back takes no place from what it saves now, and is not removed for it.
 
         The latest and the newest stay whatever the policies say, and so do links, what robust_dcp has not saved, what
-        has not arrived where it is copied to, and the newest one that outlives the loss of a node.
+        has not arrived where it is copied to, and the newest one that outlives the loss of a node. So does the newest
+        one whose ``.metadata`` is whole, which needs no look right after a save.
 
         Raises:
             StorageError: the root cannot be looked at.
@@ -402,7 +422,9 @@ class Series:
         until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
         asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
-        kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
+        looked_at = () if right_after_save else checkpoints[::-1]
+        whole = islice(filter(self._is_whole, looked_at), 1)
+        kept |= {each.path for each in (latest, *checkpoints[-1:], *whole) if each is not None}
         kept |= {each.path for each in self._not_rated(policies, checkpoints)}
         on_drives = () if self.is_in_store else reversed(checkpoints)
         protected = next((each for each in on_drives if read_parity_note(self.disk, each.path)), None)
@@ -431,6 +453,14 @@ class Series:
         if len(of_metrics) < len(policies):
             return []
         return [each for each in checkpoints if not any(policy.rates(each) for policy in of_metrics)]
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        """Whether its ``.metadata`` is not damaged."""
+        path = os.path.join(checkpoint.path, METADATA_NAME)
+        try:
+            return pickle_in(self.disk.read_file(path) or b"", path).endswith(b".")  # so ends every pickle
+        except (errors.StorageError, errors.CorruptCheckpoint):
+            return False
 
     def is_ours(self, path: str) -> bool:
         """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.
@@ -469,7 +499,8 @@ class Series:
         path, local = self.path_of(record.step), Disk()
         is_there = self.disk.exists(os.path.join(path, METADATA_NAME))
         earlier = self.record_at(path) if is_there else None
-        noted = msgspec.structs.replace(record, digest=digest_at(local, staged), earlier=earlier)
+        follows = ascii(self._text(self.latest_name))  # it may be damaged, and no UTF-8
+        noted = msgspec.structs.replace(record, digest=digest_at(local, staged), earlier=earlier, follows=follows)
         local.replace_file(os.path.join(staged, RECORD_NAME), msgspec.json.encode(noted))
         return (digest_at(self.disk, path),) if is_there and overwrite and self.may_be_removed(path) else ()
 
@@ -521,7 +552,13 @@ class Series:
         if text is not None:
             written = self.disk.modified_seconds(latest_path)
             by_time = sorted(checkpoints, key=lambda each: each.saved_seconds)
-            later = [each for each in by_time if each.saved_seconds > written and self.was_cut_off(each.path)]
+            # The times of stores are whole seconds.
+            may_follow = (
+                each
+                for each in by_time
+                if each.saved_seconds > written or (each.saved_seconds == written and each.follows == ascii(text))
+            )
+            later = [each for each in may_follow if self.was_cut_off(each.path)]
             if later:
                 return later[-1]
             if named is None:
@@ -600,7 +637,11 @@ def series_in(disk: Disk, root: str) -> list[Series]:
 
 
 def prune(
-    series: Series, policies: Sequence[KeepPolicy], *, only: Collection[str] | None = None
+    series: Series,
+    policies: Sequence[KeepPolicy],
+    *,
+    only: Collection[str] | None = None,
+    right_after_save: bool = False,
 ) -> dict[str, list[str]]:
     """Remove what no policy keeps, and what crashed saves and removals that were cut off have left.
 
@@ -609,6 +650,7 @@ def prune(
 
     Args:
         only: paths of checkpoints; no others are removed. ``None`` for no such limit.
+        right_after_save: as for :meth:`Series.decide`.
 
     Returns:
         Paths of directories: ``removed``, checkpoints that are gone; ``in_use``, checkpoints that stay for now, because
@@ -620,7 +662,7 @@ def prune(
     """
     disk, root = series.disk, series.root
     pruned: dict[str, list[str]] = {"removed": [], "in_use": [], "swept": [], "failed": []}
-    if not disk.exists(root):  # nothing was saved yet
+    if not series.is_there():  # nothing was saved yet
         return pruned
     end_removals(series)
     for name in filter(series.is_unfinished_name, disk.list_directory(root)):
@@ -629,7 +671,8 @@ def prune(
         is_swept = _attempt(_sweep_store, series, path) if series.is_in_store else _attempt(sweep, disk, path)
         if is_swept:
             pruned["swept"].append(path)
-    doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
+    decided = series.decide(policies, right_after_save=right_after_save)
+    doomed = [each.path for each, why_it_stays in decided if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
         outcomes = {True: "removed", False: "in_use", None: "failed"}
         pruned[outcomes[_attempt(_remove, series, path)]].append(path)
@@ -642,7 +685,7 @@ def end_removals(series: Series) -> None:
     Raises:
         StorageError: the root cannot be looked at.
     """
-    for name in series.disk.list_directory(series.root) if series.disk.exists(series.root) else ():
+    for name in series.disk.list_directory(series.root) if series.is_there() else ():
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
             _attempt(_end_removal, series, os.path.join(series.root, name))
 

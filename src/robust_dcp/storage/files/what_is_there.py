@@ -19,7 +19,7 @@ TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 
 _SHOWN: Final = 5
 _DIRECTORIES_LOOKED_INTO: Final = 50
-_BUCKET: Final = re.compile(r"[^:/]+://[^/]+")
+_BUCKET: Final = re.compile(r"(?:s3a?|gc?s|az|abfss?|adl)://[^/]+")
 
 _HOW_TO_LOAD_ONE_FILE: Final = (
     "read it with torch.load(path, weights_only=True), or make a checkpoint of it with "
@@ -30,13 +30,19 @@ _HOW_TO_LOAD_ONE_FILE: Final = (
 def why_nothing_is_committed(disk: Disk, path: str, metadata: str = METADATA_NAME) -> str:
     """The message for a checkpoint that has no ``.metadata``. It begins with what is wrong: a bucket that does not
     exist is no checkpoint that was cut off."""
-    bucket = _BUCKET.match(path) if is_url(path) else None
+    nothing = f"no {metadata} in {path}: no checkpoint was committed there"
+    return why_no_bucket(disk, path) or f"{nothing}; {what_is_there(disk, path)}"
+
+
+def why_no_bucket(disk: Disk, path: str) -> str:
+    """Say that the bucket of a URL does not exist; nothing if it does, or if that cannot be found out."""
+    bucket = _BUCKET.match(path)
     try:
-        if bucket is not None and bucket[0] != path and not disk.exists(bucket[0]):
+        if bucket is not None and not disk.exists(bucket[0]):
             return f"{bucket[0]} does not exist, so there is no checkpoint at {path}: check the URL"
     except errors.StorageError:  # whoever may read a checkpoint may not always look at its bucket
         pass
-    return f"no {metadata} in {path}: no checkpoint was committed there; {what_is_there(disk, path)}"
+    return ""
 
 
 def what_is_there(disk: Disk, path: str) -> str:
@@ -54,7 +60,7 @@ def what_is_there(disk: Disk, path: str) -> str:
                 return "there are data files, so a save or a copy was cut off, or .metadata is lost; start a copy again"
             return f"the directory is there, {_contents_of(disk, path, names)}"
         if is_url(path):  # whoever may read a checkpoint may not always look at what lies above it
-            return "there is nothing whose name begins with that"
+            return why_no_bucket(disk, path) or "there is nothing whose name begins with that"
         parent = os.path.dirname(os.path.abspath(path))
         while not disk.exists(parent) and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
