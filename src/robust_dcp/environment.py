@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
-_PREFIX: Final = "ROBUST_DCP_"
 _SWITCH: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
@@ -87,13 +86,11 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
     for variable in VARIABLES:
         value_of(variable, environment)
     for name, text in environment.items():
-        if name.startswith(_PREFIX) and name not in VARIABLES:
+        if name.startswith("ROBUST_DCP_") and name not in VARIABLES:
             from difflib import get_close_matches  # nobody else needs it here
 
-            ends = [each.removeprefix(_PREFIX) for each in VARIABLES if each.startswith(_PREFIX)]
-            near = get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=0.75)
-            if near:
-                raise ValueError(f"{name}={text!r} in the environment: expected the name {_PREFIX}{near[0]}")
+            if near := get_close_matches(name, VARIABLES, n=1, cutoff=0.9):
+                raise ValueError(f"{name}={text!r} in the environment: expected the name {near[0]}")
 
 
 # Ranks on one node share its page cache and its drives. Two ranks are on one node if they report the same host name and

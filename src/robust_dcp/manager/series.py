@@ -313,17 +313,16 @@ class Series:
             raise errors.StorageError(no_bucket, path=self.root, errno=ENOENT, operation="look at")
         return False
 
-    def directories(self) -> list[str]:
+    def directories(self, names_in: Callable[[str], list[str]] | None = None) -> list[str]:
         """The paths of all directories that have a name of this series, whatever they hold, and links to such.
+
+        Args:
+            names_in: lists a directory; by default it gives directories only.
 
         Raises:
             StorageError: the root cannot be looked at.
         """
-        return self._paths(self.disk.directories_in)
-
-    def _paths(self, names_in: Callable[[str], list[str]]) -> list[str]:
-        """The paths that have a name of this series."""
-        names = names_in(self.root) if self.is_there() else []
+        names = (names_in or self.disk.directories_in)(self.root) if self.is_there() else []
         return [os.path.join(self.root, name) for name in names if self.step_of(name) is not None]
 
     def look(self, *, skips_unknown: bool = True, by_ranks: bool = False) -> list[Checkpoint]:
@@ -353,7 +352,7 @@ class Series:
             step = self.step_of(os.path.basename(path)) or 0
             return msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds)
 
-        paths = self._paths(self.disk.list_directory)  # whether each is a directory may not be known now
+        paths = self.directories(self.disk.list_directory)  # whether each is a directory may not be known now
         with ThreadPoolExecutor(_THREADS) if self.is_in_store else nullcontext() as pool:
             checkpoints = list(filter(None, pool.map(look_at, paths) if pool else map(look_at, paths)))
         return sorted(checkpoints)
