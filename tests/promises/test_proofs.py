@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import random
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -398,6 +400,10 @@ class Word:
         return hash(self.text.lower())
 
 
+_FROM_A_STRING: dict[str, Any] = {"dataclasses": dataclasses}
+exec(inspect.getsource(Word), _FROM_A_STRING)  # as in `python -c`
+
+
 @dataclasses.dataclass(eq=False)
 class Counter:
     step: int
@@ -468,6 +474,7 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
     "zeros of fields": (Settings(0.0, 1), Settings(-0.0, 1), False),
     "words by an `==` of their own": (Word("A"), Word("a"), True),
     "other words": (Word("A"), Word("b"), False),
+    "words of a class from a string": (*map(_FROM_A_STRING["Word"], "Aa"), sys.version_info >= (3, 11)),
     "what is no field": (Counter(1).at(2), Counter(1).at(3), False),
     "an object without `==`": (Counter(1).at(2), Counter(1).at(2), True),
     "NaN of fields": (Settings(0.1, [float("nan")]), Settings(0.1, [float("nan")]), True),
