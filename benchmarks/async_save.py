@@ -219,7 +219,11 @@ def measure(who: str, directory: str, nbytes: int, saves: int) -> dict[str, floa
             blocked.append(kept_seconds + time.perf_counter() - waiting)
             saver = threading.Thread(target=wait_saved)
             saver.start()
-            during, steps = training.step_seconds(lambda _, saver=saver: saver.is_alive())
+
+            def goes_on(_: int, saver: threading.Thread = saver) -> bool:
+                return saver.is_alive()
+
+            during, steps = training.step_seconds(goes_on)
             saver.join()
             until_committed.append(time.perf_counter() - started)
             pauses.append(clock.lap())

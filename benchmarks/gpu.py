@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,11 @@ def measure_file_systems() -> list[Row]:
             with tempfile.TemporaryDirectory(dir=place) as directory:
                 seen.add(device)
                 raw = raw_seconds(_LIMIT_NBYTES, 4, f"{directory}/raw")
-                row = {"what": f"{mount}, {kinds[mount]}, {free_nbytes // _GIB} GiB free"}
+                row: Row = {"what": f"{mount}, {kinds[mount]}, {free_nbytes // _GIB} GiB free"}
                 row |= {f"raw_{what}": _LIMIT_NBYTES / _GIB / seconds for what, seconds in raw.items()}
                 path = f"{directory}/saved"
-                row["save"] = gib / _seconds(lambda path=path: robust_dcp.save(state_dict, checkpoint_id=path), 1)
-                row["load"] = gib / _seconds(lambda path=path: robust_dcp.load(state_dict, checkpoint_id=path), 1)
+                row["save"] = gib / _seconds(partial(robust_dcp.save, state_dict, checkpoint_id=path), 1)
+                row["load"] = gib / _seconds(partial(robust_dcp.load, state_dict, checkpoint_id=path), 1)
                 rows.append(row)
         except OSError:  # it cannot be written
             continue
@@ -146,7 +147,7 @@ def measure_shapes_of_saves(directory: str, gib: float) -> list[Row]:
     rows: list[Row] = []
     for threads, files in ((None, None), (4, 2), (4, 4), (8, 2), (8, 8), (16, 16)):
         writer = RobustWriter(f"{directory}/files", threads=threads, files_per_rank=files)
-        seconds = _seconds(lambda writer=writer: robust_dcp.save(state_dict, storage_writer=writer), 2)
+        seconds = _seconds(partial(robust_dcp.save, state_dict, storage_writer=writer), 2)
         what = "defaults" if threads is None else f"{threads} threads, {files} files"
         rows.append({"what": what, "gib_per_second": _nbytes(state_dict) / _GIB / seconds})
         shutil.rmtree(f"{directory}/files")
@@ -160,7 +161,7 @@ def measure_first_saves(directory: str, gib: float) -> list[Row]:
     for executor in ("thread", "process"):
         for turn in ("first", "second"):
             started = time.perf_counter()
-            saving = robust_dcp.async_save(state_dict, checkpoint_id=f"{directory}/first", executor=executor)  # type: ignore[arg-type]
+            saving = robust_dcp.async_save(state_dict, checkpoint_id=f"{directory}/first", executor=executor)
             seconds = time.perf_counter() - started
             saving.result()
             shutil.rmtree(f"{directory}/first")
@@ -214,10 +215,11 @@ def measure_copies(limits: list[Row]) -> list[Row]:
     """Measure the copies of an async save and those of a load, as shares of one large copy."""
     state_dict = _state_dict(4 * _GIB if _HAS_CUDA else _GIB // 8)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        reports = []
         for number in range(3):
-            report = robust_dcp.async_save(state_dict, checkpoint_id=f"{directory}/{number}").result()
+            reports.append(robust_dcp.async_save(state_dict, checkpoint_id=f"{directory}/{number}").result())
             shutil.rmtree(f"{directory}/{number}")
-    staging = _nbytes(state_dict) / next(phase.seconds for phase in report.phases if phase.name == "stage")
+    staging = _nbytes(state_dict) / next(phase.seconds for phase in reports[-1].phases if phase.name == "stage")
     targets = [tensor.view(-1).view(torch.uint8) for tensor in state_dict.values() if tensor.dtype == torch.bfloat16]
     found = {"stage of a repeated async save": (staging, 0)}
     for block_nbytes in (BLOCK_NBYTES // 2, BLOCK_NBYTES, 2 * BLOCK_NBYTES):
@@ -230,7 +232,11 @@ def measure_copies(limits: list[Row]) -> list[Row]:
                     lease.fill([target[at : at + lease.block_nbytes]], blocks[thread], [0])
 
         with ThreadPoolExecutor(len(blocks)) as pool:
-            seconds = _seconds(lambda fill=fill, pool=pool: list(pool.map(fill, range(4))))
+
+            def fill_all(pool: ThreadPoolExecutor = pool, fill: Callable[[int], None] = fill) -> None:
+                list(pool.map(fill, range(4)))
+
+            seconds = _seconds(fill_all)
         lease.close()
         rate = sum(map(len, targets)) / seconds
         found[f"load, 4 threads, blocks of {block_nbytes >> 20} MiB"] = (rate, 1)
@@ -285,7 +291,7 @@ def measure_saves(directory: str, gib: float, rounds: int, savers: dict[str, Sav
     robust_dcp.save(state_dict, checkpoint_id=f"{directory}/kept")
     for what, load in {"load, ours": robust_dcp.load, "load, stock": dcp.load}.items():
         cpu_started = time.process_time()
-        seconds = _seconds(lambda load=load: load(state_dict, checkpoint_id=f"{directory}/kept"), rounds)
+        seconds = _seconds(partial(load, state_dict, checkpoint_id=f"{directory}/kept"), rounds)
         cpu = (time.process_time() - cpu_started) / (rounds + 1)
         rows.append({"what": what, "seconds": seconds, "cpu_seconds": cpu})
         print(rows[-1], flush=True)
@@ -354,7 +360,11 @@ def measure_training(directory: str, tokens: int) -> list[Row]:
             blocked = time.perf_counter() - started
             waiter = threading.Thread(target=wait_saved)
             waiter.start()
-            during = training.steps(lambda done, waiter=waiter: not done or waiter.is_alive(), wait_staged)
+
+            def goes_on(done: int, waiter: threading.Thread = waiter) -> bool:
+                return not done or waiter.is_alive()
+
+            during = training.steps(goes_on, wait_staged)
             waiter.join()
             saving = time.perf_counter() - started
             training.steps(lambda done: done < 10)

@@ -34,7 +34,6 @@ from benchmarks.measuring import Row, Stopwatch, in_new_process, show, with_rati
 from robust_dcp import RobustLoadPlanner, RobustReader
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.index.form import IndexTemplate, encode_block, fit_of
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataHead, Names, StoredRows, encode_piece
 from robust_dcp.storage.records.checksum import crc32
 
@@ -159,7 +158,7 @@ def _write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> 
         file.write(tail)
         fit = fit_of(file.tell(), tail)
     template = IndexTemplate(names, rows, rank_of, [2] * ranks, list(map(len, blocks)))
-    (_, index_head), (_, sections) = template.encode(fit, files, meta, FORMAT_VERSION, {})
+    (_, index_head), (_, sections) = template.encode(fit, files, meta, {})
     with open(os.path.join(directory, INDEX_NAME), "wb") as file:
         file.writelines([index_head, *blocks, sections])
 

@@ -85,7 +85,7 @@ def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any
     trainer = Trainer(SAVED_LAYOUT, seed=1, n_layers=layers, hidden_size=hidden_size)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     links = [link_for(dist.group.WORLD), link_for(group)]
-    rows = []
+    rows, path = [], ""
     for who in ("stock", "ours"):
         if who == "ours":
             robust_dcp.megatron.install()

@@ -51,7 +51,7 @@ def _measure(directory: str, n_items: int) -> list[tuple[Sent, Sent]]:
     state_dict: dict[str, Any] = {f"decoder.layers.{n}.mlp.weight.rank{rank}": torch.zeros(2) for n in range(n_items)}
     state_dict |= {f"decoder.layers.{n}.self_attention._extra_state": f"text {n}" for n in range(_OBJECTS)}
     pickled: list[int] = []
-    make_tensor = distributed_c10d._object_to_tensor
+    make_tensor: Any = distributed_c10d._object_to_tensor
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         made = make_tensor(*args, **kwargs)

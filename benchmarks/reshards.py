@@ -111,12 +111,13 @@ def _state_dict(cut: str, kind: str, dtype: torch.dtype, mib: int) -> dict[str, 
     state: dict[str, torch.Tensor] = {}
     for number, shape in enumerate(_shapes(kind, dtype, mib)):
         last = len(shape) - 1
-        placements: list[Placement] = {
+        ways: dict[str, list[Placement]] = {
             "rows": [Shard(0)],
             "columns": [Shard(last)],
             "grid": [Shard(0), Shard(last)],
             "whole": [Replicate()],
-        }[cut]
+        }
+        placements = ways[cut]
         local = list(shape)
         for size, placement in zip(mesh_of, placements, strict=True):
             if isinstance(placement, Shard):
@@ -154,7 +155,7 @@ def _measure(directory: str, loaded: str, mib: int, is_cold: bool) -> list[Row]:
                     evict(path)
                 watch = Stopwatch()
                 watch.start()
-                load(wanted, checkpoint_id=path, no_dist=True)  # type: ignore[operator]
+                load(wanted, checkpoint_id=path, no_dist=True)
                 watch.stop()
                 if turn and (not best or watch.cpu_seconds < best["cpu_seconds"]):
                     best = watch.figures()

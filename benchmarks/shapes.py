@@ -151,7 +151,7 @@ def leaves(state_dict: StateDict) -> dict[tuple[str, ...], torch.Tensor]:
         if isinstance(value, dict):
             tensors |= {(key, *path): tensor for path, tensor in leaves(value).items()}
         elif isinstance(value, torch.Tensor):
-            tensors[(key,)] = value.detach().to_local() if isinstance(value, DTensor) else value
+            tensors[(key,)] = (value.to_local() if isinstance(value, DTensor) else value).detach()
     return tensors
 
 

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -137,11 +138,12 @@ def _measure(path: str, mib: int, state: str) -> list[Row]:
     def ours(target: dict[str, torch.Tensor], share_reads: bool | None) -> None:
         robust_dcp.load(target, storage_reader=robust_dcp.RobustReader(path, share_reads=share_reads))
 
-    for who, load in {
+    loads: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
         "robust_dcp": lambda target: ours(target, None),
         "robust_dcp, share_reads=False": lambda target: ours(target, False),
         "stock": lambda target: dcp.load(target, checkpoint_id=path),
-    }.items():
+    }
+    for who, load in loads.items():
         target = _model(mib, 0)
         dist.barrier()
         before, started = read_nbytes(), time.perf_counter()

@@ -107,7 +107,7 @@ WRITERS: dict[str, Callable[[StateDict, str], None]] = {
 }
 """Each saves a state dict into a directory that does not exist yet. A repeated save follows one of equal structure."""
 
-READERS: dict[str, Callable[[StateDict, str], None]] = {
+READERS: dict[str, Callable[[StateDict, str], object]] = {
     "ours": lambda state_dict, path: robust_dcp.load(
         state_dict, storage_reader=robust_dcp.RobustReader(path), no_dist=_is_alone()
     ),

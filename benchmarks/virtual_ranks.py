@@ -146,6 +146,7 @@ class _OnTheWayUp(SimulatedOperation):
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Any, Payload]:
         own = work.produce()
+        assert work.merge is not None
         self.payload = work.merge(own, self._below)
         return Agreement.of(self.link.rank, Offer()), own, b""
 

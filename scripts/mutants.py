@@ -178,7 +178,8 @@ def measure_reached(tree: Path) -> Reached:
     """Which lines the test modules run, from what an earlier call has kept, or measured now."""
     kept = REACHED / "reached.json"
     if kept.exists():
-        return json.loads(kept.read_text())
+        reached: Reached = json.loads(kept.read_text())
+        return reached
     modules = [
         str(path.relative_to(ROOT)) for each in TESTS for path in sorted((ROOT / "tests" / each).rglob("test_*.py"))
     ]

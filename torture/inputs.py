@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from isal import isal_zlib
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -113,7 +114,9 @@ def put_index_bomb(directory: str, section: str) -> str:
     }
     if section == "shares":  # the share of the only rank
         sections["share_ends"] = Section.of("share_ends", struct.pack("<Q", len(bomb)))
-    return put_file(directory, INDEX_NAME, b"".join(encode_sections(sections, index.fit)))
+    sections_at = min(start for start, _ in index.places.values())
+    (_, head), (_, behind) = encode_sections(sections, index.fit, sections_at)
+    return put_file(directory, INDEX_NAME, head + data[len(head) : sections_at] + behind)
 
 
 def put_places(directory: str, offset: int, length: int) -> str:
@@ -130,7 +133,7 @@ def put_places(directory: str, offset: int, length: int) -> str:
 # These functions load forged checkpoints. There is nothing to compare the result with.
 
 
-def _load_object(directory: str, **options: object) -> None:
+def _load_object(directory: str, **options: Any) -> None:
     wanted: dict[str, object] = {"objects": {"args": None}}
     robust_dcp.load(wanted, checkpoint_id=directory, no_dist=True, **options)
 
@@ -202,7 +205,7 @@ def _socket(path: str) -> None:
         os.chdir(here)
 
 
-_SPECIAL = {
+_SPECIAL: dict[str, Callable[[str], object]] = {
     "FIFO": os.mkfifo,
     "directory": os.mkdir,
     "socket": _socket,

@@ -296,7 +296,7 @@ def _switch(way: str) -> Iterator[None]:
 def _save(way: str, training: Training, path: str) -> None:
     if way == "ours":
         state = training.modules() if training.case.modules else training.recipe()
-        robust_dcp.save(state, storage_writer=RobustWriter(path, layout=training.case.files))  # type: ignore[arg-type]
+        robust_dcp.save(state, storage_writer=RobustWriter(path, layout=training.case.files))
         return
     state = training.recipe()
     with _switch(way):

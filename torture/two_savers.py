@@ -193,7 +193,7 @@ def _save_in_threads(url: str, fails_at: int, delays: tuple[float, float]) -> li
         ends[rank] = _end_of(lambda: robust_dcp.save(_state(1.0 + rank), checkpoint_id=url))
 
     names = ("pipe_file", "rm_file", "ls", "info", "cat_file", "open")
-    patches = {name: failing(getattr(MemoryFileSystem, name)) for name in names}
+    patches: dict[str, Any] = {name: failing(getattr(MemoryFileSystem, name)) for name in names}
     with mock.patch.multiple(MemoryFileSystem, **patches):
         threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
         for each in threads:

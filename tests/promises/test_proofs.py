@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import random
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -398,6 +400,10 @@ class Word:
         return hash(self.text.lower())
 
 
+exec(inspect.getsource(Word).replace("Word", "WordOfString"))  # as in `python -c`
+WordOfString: Any = locals()["WordOfString"]
+
+
 @dataclasses.dataclass(eq=False)
 class Counter:
     step: int
@@ -468,6 +474,7 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
     "zeros of fields": (Settings(0.0, 1), Settings(-0.0, 1), False),
     "words by an `==` of their own": (Word("A"), Word("a"), True),
     "other words": (Word("A"), Word("b"), False),
+    "words of a class from a string": (*map(WordOfString, "Aa"), sys.version_info >= (3, 11)),
     "what is no field": (Counter(1).at(2), Counter(1).at(3), False),
     "an object without `==`": (Counter(1).at(2), Counter(1).at(2), True),
     "NaN of fields": (Settings(0.1, [float("nan")]), Settings(0.1, [float("nan")]), True),
@@ -483,7 +490,7 @@ _EQUAL: dict[str, tuple[Any, Any, bool]] = {
 
 
 def test_a_proof_and_diff_call_the_same_equal(tmp_path: Path) -> None:
-    torch.serialization.add_safe_globals([Settings, Word, Counter])
+    torch.serialization.add_safe_globals([Settings, Word, WordOfString, Counter])
     for side in (0, 1):
         robust_dcp.save({name: each[side] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / str(side))
     proof = robust_dcp.prove({name: each[1] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / "0")

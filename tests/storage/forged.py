@@ -27,9 +27,9 @@ from torch.storage import TypedStorage
 __all__ = ["MALFORMED", "MALFORMED_CLASSES", "NO_DATA", "NO_DATA_CLASSES", "TENSORS", "Call", "made", "tries_with"]
 
 SOME_CODE = re.compile  # a function, which is no data
-RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # type: ignore[index]
-SCALAR: Any = np.float64(0).__reduce__()[0]  # type: ignore[index]
-FROM_BUFFER: Any = np.zeros(1).__reduce_ex__(5)[0]  # type: ignore[index]
+RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
+SCALAR: Any = np.float64(0).__reduce__()[0]
+FROM_BUFFER: Any = np.zeros(1).__reduce_ex__(5)[0]
 FLOATS = np.dtype("f4")
 FLOAT_STATE = (3, "<", None, None, None, -1, -1, 0)
 
@@ -58,7 +58,7 @@ class made(Call):  # noqa: N801
     def __init__(self, kind: Any, *arguments: Any, state: Any = None) -> None:
         super().__init__(copyreg.__newobj__, kind, *arguments, state=state)  # type: ignore[attr-defined]
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # pickle refuses to make an object of a class that it has not
         return self.call[1][0]
 

@@ -46,7 +46,7 @@ def fd(file: Path) -> Iterator[int]:
 
 def is_in_memory(path: Path) -> bool:
     """Whether the file system has no device, so that all of each file is in the cache at any time (tmpfs)."""
-    opened = Disk().open_read(str(path), direct=True)
+    opened = Disk().open_read(str(path), direct=None)
     Disk().close(opened)
     return opened.alignment is None
 

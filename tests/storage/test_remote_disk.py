@@ -59,7 +59,7 @@ def test_a_directory_is_listed_by_the_names_in_it() -> None:
 
 def test_of_a_data_file_only_the_bytes_that_are_wanted_are_fetched(fetched: list[tuple[int, int]]) -> None:
     disk = RemoteDisk(URL)
-    file = disk.open_read(f"{URL}/__0_0.distcp", direct=True)
+    file = disk.open_read(f"{URL}/__0_0.distcp", direct=None)
     piece = bytearray(10)
     disk.pread_into(file, piece, 77)
     assert fetched == [(77, 87)] and bytes(piece) == DATA[77:87] and file.why_buffered == "it is in a remote store"

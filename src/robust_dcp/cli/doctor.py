@@ -177,7 +177,7 @@ def _mount(path: str) -> Finding:
 
 
 def _direct(disk: Disk, name: str, directory: str) -> Finding:
-    file = disk.open_new(os.path.join(directory, "direct"), direct=True)
+    file = disk.open_new(os.path.join(directory, "direct"), direct=None)
     disk.close(file)
     if file.alignment is None:
         advice = "saves go through the page cache, which costs memory and processor time"

@@ -7,7 +7,6 @@ and one in which it adds up what it has got, all in the same buffers from first 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Bucket, Channel, Relay
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.nodes.parity_file import (
     PARITY,
     FileNote,
@@ -234,13 +233,7 @@ class Parts:
         if part.number == PARITY:
             file, place = self._file(self._parity_name), self.group.segment_nbytes + begin // SUM_NBYTES * 4
             self._sums[place] = np.array(sums_of(data.data), dtype="<u4").tobytes()
-            try:
-                self._disk.pwrite(file, data.data, begin)
-            except StorageError as error:
-                if error.errno != errno.EINVAL or file.alignment is None:
-                    raise
-                self._disk.use_page_cache(file, error.message)
-                self._disk.pwrite(file, data.data, begin)
+            self._disk.write_pages(file, data.data, begin)
             return
         for name, place, first, last in self._within(part, begin, begin + len(data)):
             self._disk.pwrite(self._file(name), data.data[first:last], place)
@@ -274,7 +267,7 @@ class Parts:
 
     def _file(self, name: str) -> OpenFile:
         if name not in self._written:
-            direct = name == self._parity_name and self._direct is not False
+            direct = self._direct if name == self._parity_name else False
             file = self._disk.open_read(self._path(name + UNFINISHED), direct=direct, flags=os.O_RDWR)
             self._written[name] = file
             self._held.callback(self._disk.close, file)

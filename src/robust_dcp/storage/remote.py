@@ -365,7 +365,7 @@ class RemoteDisk(Disk):
         self.filesystem, _ = filesystem_of(url)
         self._calls = calls or Calls()
 
-    def open_read(self, path: str, *, direct: bool = False, flags: int = os.O_RDONLY) -> OpenFile:
+    def open_read(self, path: str, *, direct: bool | None = False, flags: int = os.O_RDONLY) -> OpenFile:
         info = self.info(path)
         if info.get("type") == "directory":
             raise StorageError(f"open {path}: it is a directory", path=path, errno=errno.EISDIR, operation="open")
@@ -380,7 +380,7 @@ class RemoteDisk(Disk):
             from fsspec.caching import BlockCache  # fsspec is installed only where stores are used
 
             file.fetch = BlockCache(_READ_AHEAD_NBYTES, file.fetch, size, maxblocks=_BLOCKS_KEPT)._fetch
-        if direct:
+        if direct is not False:
             file.why_buffered = "it is in a remote store"
         return file
 

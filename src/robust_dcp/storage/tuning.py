@@ -205,7 +205,7 @@ def _write_and_read(
         return written, timed(read)
 
 
-def _unnamed(disk: Disk, directory: str, direct: bool, files: ExitStack) -> tuple[OpenFile, OpenFile]:
+def _unnamed(disk: Disk, directory: str, direct: bool | None, files: ExitStack) -> tuple[OpenFile, OpenFile]:
     """A new file without a name, open for writing and for reading until ``files`` is closed."""
     name = os.path.join(directory, f".robust_dcp.tune-{uuid.uuid4()}")
     written = disk.open_new(name, direct=direct)
@@ -221,7 +221,7 @@ def _unnamed(disk: Disk, directory: str, direct: bool, files: ExitStack) -> tupl
 def _why_not_direct(disk: Disk, directory: str, block: memoryview) -> str | None:
     """``None`` if the file system takes direct I/O, or else the reason in words."""
     with ExitStack() as files:
-        file, _ = _unnamed(disk, directory, True, files)
+        file, _ = _unnamed(disk, directory, None, files)
         if file.alignment is None:
             return file.why_buffered or "the file system refuses O_DIRECT"
         try:

@@ -14,6 +14,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -71,7 +72,7 @@ class OpenFile(msgspec.Struct, eq=False, weakref=True):
     process has locked it.
 
     ``alignment`` is what direct I/O on the file needs. It is ``None`` while bytes go through the page cache;
-    ``why_buffered`` says why, if direct I/O was asked for.
+    ``why_buffered`` says why, if direct I/O was asked for, and ``must_be_direct`` that this is not allowed.
 
     ``nbytes`` is its size when it was opened for reading. At its path there may be another file meanwhile.
 
@@ -83,6 +84,7 @@ class OpenFile(msgspec.Struct, eq=False, weakref=True):
     fd: int
     alignment: Alignment | None = None
     why_buffered: str = ""
+    must_be_direct: bool = False
     given_up: bool = False
     locked_by: int = 0
     nbytes: int = 0
@@ -109,6 +111,10 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+_SWITCHING: Final = threading.Lock()
+"""Held while a file leaves direct I/O, which several threads may find refused at once."""
 
 
 class Disk:
@@ -236,17 +242,44 @@ class Disk:
         if durable:
             self.fsync_directory(os.path.dirname(path))
 
+    def write_pages(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
+        """Write whole pages. Some file systems have O_DIRECT and refuse such a write. Then the file goes on through the
+        page cache, unless it must be direct.
+        """
+        was_direct = file.alignment is not None
+        try:
+            self.pwrite(file, data, offset)
+        except errors.StorageError as error:
+            # A short direct write that ended within a block gives this error, too, because its rest is not aligned.
+            if error.errno != errno.EINVAL or not was_direct or file.must_be_direct:
+                raise
+            with _SWITCHING:
+                if file.alignment is not None:
+                    self.use_page_cache(file, f"a direct write was refused: {error.message}")
+            self.pwrite(file, data, offset)
+
     # Each of these is one call to the system, or nearly so.
 
-    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+    def open_new(self, path: str, *, direct: bool | None = False) -> OpenFile:
         """Create ``path`` for writing; it must not exist.
 
-        ``direct`` asks for O_DIRECT. If the file system does not have it, the file is opened all the same and has no
-        ``alignment``.
+        Args:
+            direct: ``None`` asks for O_DIRECT. If the file system does not have it, the file is opened all the same and
+                has no ``alignment``. With ``True`` that is an error.
         """
-        return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=direct)
+        file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create")
+        try:
+            if direct is not False:
+                # Set after open(2): if open refuses O_DIRECT, a new file may have been made all the same.
+                _ask_for_direct(file, "create", must=direct is True)
+        except BaseException:
+            self.close(file)
+            with suppress(errors.StorageError):
+                self.unlink(path)
+            raise
+        return file
 
-    def open_read(self, path: str, *, direct: bool = False, flags: int = os.O_RDONLY) -> OpenFile:
+    def open_read(self, path: str, *, direct: bool | None = False, flags: int = os.O_RDONLY) -> OpenFile:
         """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`.
 
         A FIFO, a device or a directory is refused without waiting.
@@ -262,8 +295,8 @@ class Disk:
                     raise storage_error("open", path, OSError(code, what))
             flags = _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
             _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
-            if direct:
-                _ask_for_direct(file)
+            if direct is not False:
+                _ask_for_direct(file, "open", must=direct is True)
         except BaseException:
             self.close(file)
             raise
@@ -551,12 +584,8 @@ def _owner_of_new_ones_in(directory: str) -> int:
             os.rmdir(probe)
 
 
-def _open(path: str, flags: int, operation: str, *, direct: bool = False) -> OpenFile:
-    file = OpenFile(path, _call(operation, path, os.open, path, flags | os.O_CLOEXEC, 0o666))
-    if direct:
-        # O_DIRECT is set after open(2): if open refuses it, a new file may have been made all the same.
-        _ask_for_direct(file)
-    return file
+def _open(path: str, flags: int, operation: str) -> OpenFile:
+    return OpenFile(path, _call(operation, path, os.open, path, flags | os.O_CLOEXEC, 0o666))
 
 
 _KINDS: Final = (
@@ -568,19 +597,29 @@ _KINDS: Final = (
 )
 
 
-def _ask_for_direct(file: OpenFile) -> None:
+def _ask_for_direct(file: OpenFile, operation: str, *, must: bool) -> None:
+    file.must_be_direct = must
     if not _O_DIRECT:
         file.why_buffered = "this system has no O_DIRECT"
-        return
-    try:
-        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) | _O_DIRECT)
-    except OSError as error:
-        file.why_buffered = f"the file system refuses O_DIRECT: {error.strerror}"
-        return
-    file.alignment = alignment_of(file.fd)
-    if file.alignment is None:
-        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~_O_DIRECT)
-        file.why_buffered = "the file system has no direct I/O"
+    else:
+        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file.fd, fcntl.F_SETFL, flags | _O_DIRECT)
+        except OSError as error:
+            file.why_buffered = f"the file system refuses O_DIRECT: {error.strerror}"
+        else:
+            file.alignment = alignment_of(file.fd)
+            if file.alignment is None:
+                fcntl.fcntl(file.fd, fcntl.F_SETFL, flags)
+                file.why_buffered = "the file system has no direct I/O"
+    if must and file.alignment is None:
+        raise errors.StorageError(
+            f"{file.path} cannot be written by direct I/O, and direct=True: {file.why_buffered}; leave direct at None "
+            "to go through the page cache there",
+            path=file.path,
+            errno=errno.EINVAL,
+            operation=operation,
+        )
 
 
 def _in_full(

@@ -210,7 +210,7 @@ class DataFile:
             return self._opened_direct
 
     def _open_direct(self) -> None:
-        opened = self._disk.open_read(self.path, direct=True)
+        opened = self._disk.open_read(self.path, direct=None)
         alignment = opened.alignment
         if alignment is not None and max(alignment.memory, alignment.offset) <= PAGE_NBYTES:
             self._alignment, self._opened_direct = alignment, opened

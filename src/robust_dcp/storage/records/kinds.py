@@ -603,6 +603,7 @@ def _is_named_tuple(kind: type) -> bool:
 
 
 _GENERATED: Final = ("_dataclass_getstate", "_dataclass_setstate")
+_MAKER: Final = "__create_fn__"
 _HOOKS: Final = (
     *("__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
     *("__getattribute__", "__getattr__", "__del__"),
@@ -622,16 +623,18 @@ def _own_code(kind: type) -> str | None:
             if hook in vars(each) and getattr(vars(each)[hook], "__name__", "") not in _GENERATED:
                 return f"a {hook}"
         setter = vars(each).get("__setattr__")
-        if setter is not None and not (each.__dataclass_params__.frozen and _is_generated(setter)):  # type: ignore[attr-defined]
+        if setter is not None and not (each.__dataclass_params__.frozen and is_generated(setter)):  # type: ignore[attr-defined]
             return "a __setattr__"
         if "__dict__" in vars(each) and not isinstance(vars(each)["__dict__"], types.GetSetDescriptorType):
             return "a __dict__ of its own"
     return None
 
 
-def _is_generated(function: Any) -> bool:
-    """Whether ``dataclasses`` made a function. It compiles its functions from strings."""
-    return getattr(getattr(function, "__code__", None), "co_filename", "") == "<string>"
+def is_generated(function: Any) -> bool:
+    """Whether ``dataclasses`` made a function. It compiles its functions from strings, within one of its own."""
+    code = getattr(function, "__code__", None)
+    # Python 3.10 has no qualified names of code: there all functions of a class that was made from a string count.
+    return getattr(code, "co_filename", "") == "<string>" and getattr(code, "co_qualname", _MAKER).startswith(_MAKER)
 
 
 def member_of(kind: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:

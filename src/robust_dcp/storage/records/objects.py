@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, UnsafeCheckpoint, user_frames
 from robust_dcp.staging.blocks import flat_bytes, to_host
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect
+from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect, is_generated
 from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler
@@ -170,8 +170,7 @@ def are_equal(one: Any, other: Any) -> bool:
                 return False
             del there[partner]
         return True
-    compares = getattr(type(one).__eq__, "__code__", None)
-    if dataclasses.is_dataclass(one) and compares is not None and compares.co_filename == "<string>":
+    if dataclasses.is_dataclass(one) and is_generated(type(one).__eq__):
         # This `==` was made by the dataclass, and another one may know better than its fields what is equal.
         names = [each.name for each in dataclasses.fields(one) if each.compare]
         return all(are_equal(getattr(one, name, None), getattr(other, name, None)) for name in names)

@@ -9,7 +9,6 @@ file.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 from bisect import bisect_right
@@ -24,7 +23,6 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Stopped
-from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import Block as Memory
 from robust_dcp.staging.blocks import (
     BlockLease,
@@ -180,7 +178,6 @@ class FileEmitter(msgspec.Struct, eq=False):
     how: str = ""
     crcs_of_parameters: bytes = b""
     crcs_of_others: bytes = b""
-    _switching: threading.Lock = msgspec.field(default_factory=threading.Lock)
     _cutting: threading.Lock = msgspec.field(default_factory=threading.Lock)  # of the records in pieces
     _pieces: dict[int, _CutRecord] = {}
     _late: list[tuple[int, bytes]] = []
@@ -301,24 +298,12 @@ class FileEmitter(msgspec.Struct, eq=False):
         return (address + -offset % self.context.page_nbytes) % alignment.memory == 0
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Write whole pages. If the file system refuses direct I/O, go back to the page cache.
+        """Write whole pages.
 
         Raises:
             StorageError: the file system refused.
         """
-        disk, file = self.context.files.disk, self.file
-        was_direct = file.alignment is not None
-        data = parts[0] if len(parts) == 1 else parts
-        try:
-            disk.pwrite(file, data, offset)
-        except StorageError as error:
-            # A short direct write that ended within a block gives this error, too, because its rest is not aligned.
-            if error.errno != errno.EINVAL or not was_direct or self.context.files.options.direct is True:
-                raise
-            with self._switching:
-                if file.alignment is not None:
-                    disk.use_page_cache(file, f"a direct write was refused: {error.message}")
-            disk.pwrite(file, data, offset)
+        self.context.files.disk.write_pages(self.file, parts[0] if len(parts) == 1 else parts, offset)
         self.context.wrote(sum(map(len, parts)))
 
     def finish(self) -> None:

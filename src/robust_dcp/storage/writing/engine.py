@@ -10,7 +10,6 @@ This module owns the files, the threads and their errors. It does not decide pla
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import threading
@@ -86,18 +85,10 @@ def write_files(
             # Each must be new (``O_EXCL``), so this overwrites nothing, whatever other processes do and however stale a
             # directory listing is.
             path = os.path.join(files.directory, uncommitted_name(name))
-            file = disk.open_new(path, direct=options.direct is not False)
+            file = disk.open_new(path, direct=options.direct)
             made.append(file)
             if file.alignment is not None:
                 page_nbytes = max(page_nbytes, file.alignment.offset)
-            elif options.direct is True:
-                raise StorageError(
-                    f"{path} cannot be written by direct I/O, and direct=True: {file.why_buffered}; leave direct at "
-                    "None to go through the page cache there",
-                    path=path,
-                    errno=errno.EINVAL,
-                    operation="create",
-                )
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
         with contextlib.closing(BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD)) as lease:
