@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,6 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}.py": place for place, name in enumerate(_LONG)}
         items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # all that is imported stays
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # at its end pytest looks for garbage several times
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

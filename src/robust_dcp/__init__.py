@@ -42,9 +42,10 @@ _PUBLIC = ("public", "public_later")
 def _names_of(module: str) -> dict[str, Any]:
     """The public names in a module. It is imported when one is first used (PEP 562), and they are attributes then."""
     # The collector would look through all of torch meanwhile, again and again.
+    is_new = f"robust_dcp.{module}" not in sys.modules
     with import_module("robust_dcp.collector").without_garbage_collection():
         found = import_module(f"robust_dcp.{module}")
-        if not gc.get_freeze_count():
+        if is_new and not gc.get_freeze_count():  # which counts them one by one
             # All of it stays, and goes to the oldest generation: the collector would look through it right after this.
             gc.freeze()
             gc.unfreeze()

@@ -54,9 +54,10 @@ _END_SECONDS: Final = 10.0
 """How long a writer process may take to end. It may be waiting for a disk that hangs."""
 
 # The search path is that of this process, not that of the environment. Only the rank reacts to an interrupt, or to a
-# launcher that ends all processes. It finishes the save or ends us.
+# launcher that ends all processes. It finishes the save or ends us. All that is imported stays, so nobody looks for
+# garbage meanwhile.
 _START: Final = (
-    "import sys; sys.path[:] = sys.argv[3:]; import signal; "
+    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; import signal; "
     "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
     "from robust_dcp.writer_process import run; run(int(sys.argv[1]), int(sys.argv[2]))"
 )
@@ -258,6 +259,7 @@ def run(fd: int, parent_pid: int) -> NoReturn:
     start_thread(_end_with, parent_pid, name="robust_dcp-parent")
     connection = Connection(fd)
     gc.freeze()  # what was imported stays, so a collection has only the rest to look at
+    gc.enable()
     with suppress(EOFError, OSError):
         while True:
             connection.send(None)

@@ -38,9 +38,15 @@ def shell(*words: object) -> Ended:
     """Run a command in this process, where torch is imported already."""
     out, err = io.StringIO(), io.StringIO()
     argv = mock.patch.object(sys, "argv", ["robust-dcp", *map(str, words)])
-    with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+    goes_on = mock.patch.object(gc, "freeze")  # this process does, and a command's does not
+    with (
+        argv,
+        goes_on,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
         main()
-    gc.unfreeze()  # this process goes on, and a command's does not
     code = ended.value.code
     assert isinstance(code, int)
     return Ended(code, out.getvalue(), err.getvalue())

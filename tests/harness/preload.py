@@ -35,7 +35,13 @@ _OFTEN_NEEDED = (
     # `import robust_dcp` alone imports next to nothing.
     "robust_dcp.api",
     "robust_dcp.asynchronous",
-    "robust_dcp.manager",
+    "robust_dcp.cli.app",
+    "robust_dcp.installation",
+    "robust_dcp.public_later",
+    "tests.faults.disk",
+    "tests.harness.faults",
+    "tests.harness.fingerprints",
+    "tests.harness.ranks",
     "tests.harness.state_dicts",
     "hypothesis",
 )
@@ -57,10 +63,12 @@ def _load(names: Iterable[str]) -> None:
     If a module cannot be imported, the rank that needs it fails with a traceback. An exception here would end the
     server, and the test would only see a broken pipe. Warnings are treated in the same way.
     """
+    gc.disable()  # all of it stays
     for name in names:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(name)
+    gc.enable()
     # Otherwise garbage collection in a rank would walk all objects loaded here, and copy every page that it touches.
     gc.collect()
     gc.freeze()

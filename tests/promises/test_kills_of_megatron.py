@@ -42,8 +42,7 @@ def in_job(act: Callable[[], Any]) -> Any:
     """Do it as a job of one rank does, which has no thread before and after."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with chosen():
-            return act()
+        return act()
     finally:
         dist.destroy_process_group()
 
@@ -105,9 +104,10 @@ def warm() -> Iterator[ProcessPoolExecutor]:
 
 
 def left_by(test: Callable[..., list[int | None]], name: str, *args: Any) -> list[int | None]:
-    """In a process of one thread, which may fork."""
+    """In a process of one thread, which may fork, and of which robust_dcp has taken over."""
     (scenario,) = (each for each in SCENARIOS if each.name == name)
-    return test(scenario, *args)
+    with chosen():
+        return test(scenario, *args)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

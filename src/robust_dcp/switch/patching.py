@@ -207,9 +207,11 @@ def _rebind(others: Mapping[int, Any], package: str = "") -> None:
     for module in list(sys.modules.values()) if others else ():
         found = str(getattr(module, "__name__", "robust_dcp")).partition(".")[0]
         if found == package or (not package and found != "robust_dcp"):
-            for name, value in list(vars(module).items()):
-                if id(value) in others:
-                    setattr(module, name, others[id(value)])
+            values = vars(module).copy()
+            if not others.keys().isdisjoint(map(id, values.values())):  # of most modules, a hundred thousand names
+                for name, value in values.items():
+                    if id(value) in others:
+                        setattr(module, name, others[id(value)])
 
 
 def megatron_version() -> str:
