@@ -531,7 +531,8 @@ class Link:
             raise
         if connections is not None:
             yield Call(connections.drop)
-        # If the first one has ended meanwhile, the second one decides: it may have a problem of its own, too.
+        # If the first one has ended meanwhile, the second one decides: it may have a problem of its own, too. All at
+        # once would be too much for the store, as each reads what all have answered.
         until = self.now + patience.VERDICT_SECONDS * min(number - 1, 2)
         pause_seconds = 0.005
         while self.now < until:

@@ -618,7 +618,8 @@ class Operation:
             missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
             if not missing:
                 raise Broken(_DROPPED)
-            problem = Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
+            lost = {rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing}
+            problem = Problem.of_lost(lost, is_told=True)
             raise self._after_standstill(exchange, problem) if link.rank in missing else problem
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
