@@ -294,6 +294,15 @@ FAULTS = [
         9004542,
     ),
     Fault(
+        "the silence of a frozen rank begins anew when gloo has tried in vain to connect to it",
+        Exchange,
+        "count_from",
+        "neighbour.unanswered_seconds = self.silence_of(peer, now)",
+        "neighbour.unanswered_seconds = 0.0",
+        "frozen",
+        720000872,
+    ),
+    Fault(
         "a rank that cannot connect in a relay has dropped its connections, and does not answer why",
         Passing,
         "_connect",
