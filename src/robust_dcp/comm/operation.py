@@ -288,12 +288,14 @@ class Operation:
         exchange, limit = self._exchange, self.timeout_seconds + 3 * patience.BEAT_SECONDS
         return exchange is not None and exchange.is_waiting and self.link.now - exchange.moved_seconds > limit
 
-    def announce(self, text: str) -> None:
-        """Let all ranks leave their own work in this exchange. ``text`` says why."""
+    def announce(self, text: str, but: int | None = None) -> None:
+        """Let all ranks leave their own work in this exchange. ``text`` says why; ``but`` has said so itself."""
         exchange = self._exchange
         if exchange is not None and exchange.failure is None:
             exchange.failure = text
-            self._announce_failure(exchange, text)
+            for peer in exchange.tree.neighbours:
+                if peer != but and not exchange.neighbours[peer].is_closed:
+                    self._send(exchange, peer, Frame(Kind.STOP), text.encode(errors="replace"))
 
     # One exchange.
 
@@ -343,16 +345,16 @@ class Operation:
         if error is None and work.offer is not None:
             made, error = yield Call(partial(work.offer, own))
         if error is not None:
-            return own, Offer(), self._failed(exchange, error)
+            return own, Offer(), self._failed(error)
         return own, made if isinstance(made, Offer) else Offer(), None
 
-    def _failed(self, exchange: Exchange, error: BaseException) -> FailuresBelow:
+    def _failed(self, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
         self._own_error = error
         rank = self.link.rank
         if not isinstance(error, Stopped):
             line = str(error).partition("\n")[0][:500]
-            self._announce_failure(exchange, f"rank {rank}: {type(error).__name__}: {line}")
+            self.announce(f"rank {rank}: {type(error).__name__}: {line}")
         return FailuresBelow.on(rank, error)
 
     def _go_up(
@@ -380,7 +382,7 @@ class Operation:
         if failures is None and make is not None:
             payload, error = yield Call(partial(make, own, below))
             if error is not None:
-                failures = self._failed(exchange, error)
+                failures = self._failed(error)
         if failures is not None:
             payload = encode(failures if parent is not None else ErrorMessage.of(failures.joint_error(self.phase)))
         payload = payload or b""
@@ -491,11 +493,6 @@ class Operation:
         """The gloo tag of all frames of an exchange."""
         return (self.key.operation ^ self.key.occurrence * 0x9E3779B1 ^ number * 0x85EBCA6B) & 0x3FFFFFFF
 
-    def _announce_failure(self, exchange: Exchange, text: str, but: int | None = None) -> None:
-        for peer in exchange.tree.neighbours:
-            if peer != but and not exchange.neighbours[peer].is_closed:
-                self._send(exchange, peer, Frame(Kind.STOP), text.encode(errors="replace"))
-
     def say_gone(self, connections: Connections, missing: Sequence[int] | None) -> None:
         """Tell all neighbours that ``connections`` are dropped, and which ranks are missing. ``None``: this one leaves.
 
@@ -559,8 +556,11 @@ class Operation:
         except Exception as error:
             logger.exception("reading from rank %d fails", peer)
             lost = f"{type(error).__name__}: {error}"
-        if lost:  # the exception is gone by now: it would keep gloo's group alive
-            yield from self._lose(exchange, peer, generation, connections, lost)
+        # The exception is gone by now: it would keep gloo's group alive.
+        is_running = self._exchange is exchange and generation == self.link.generation
+        if lost and is_running and not neighbour.is_done and peer in exchange.tree.neighbours:
+            exchange.catching_up_seconds(self.link.now)
+            yield from self.link.break_up(generation, self.problem_of_lost(peer, connections, lost), self)
 
     def _read_one(self, exchange: Exchange, peer: int, connections: Connections) -> Steps[bool]:
         """Take the next message. Return whether it was the last one in this exchange.
@@ -624,8 +624,7 @@ class Operation:
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.STOP and exchange.failure is None:
-            exchange.failure = bytes(payload).decode(errors="replace")
-            self._announce_failure(exchange, exchange.failure, but=peer)
+            self.announce(bytes(payload).decode(errors="replace"), but=peer)
             self._interrupt_work(exchange)
         if frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
             neighbour.arrived.setdefault(frame.kind, Message(frame, payload))
@@ -634,16 +633,6 @@ class Operation:
         if frame.kind in (Kind.DOWN, Kind.HEARD):
             neighbour.is_done = True
         return neighbour.is_done
-
-    def _lose(
-        self, exchange: Exchange, peer: int, generation: int, connections: Connections | None, detail: str
-    ) -> Steps[None]:
-        """The connection to ``peer`` broke, or could not be made."""
-        if self._exchange is not exchange or generation != self.link.generation:
-            return
-        if not exchange.neighbours[peer].is_done and peer in exchange.tree.neighbours:
-            exchange.catching_up_seconds(self.link.now)
-            yield from self.link.break_up(generation, self.problem_of_lost(peer, connections, detail), self)
 
     def problem_of_lost(self, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The connection to ``peer`` broke, or could not be made if there are no ``connections``."""
@@ -769,8 +758,7 @@ class Operation:
                     exchange.refuse(peer, peer, exchange.silence_of(peer, now), now)
             except Problem as problem:
                 exchange.problem = problem
-                exchange.failure = "; ".join(problem.missing.values())
-                self._announce_failure(exchange, exchange.failure)
+                self.announce("; ".join(problem.missing.values()))
                 self._interrupt_work(exchange)
         if self.waits_in_vain():
             self.note_waiting(False)  # or the others would take it for the one that does not get on
