@@ -57,7 +57,7 @@ from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError,
 from robust_dcp.comm.link import ExchangeStats, Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
-from robust_dcp.comm.waits import Call, Finish, Receive, Steps, Until
+from robust_dcp.comm.waits import Call, Finish, Steps, Until
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.events import Slowest
 
@@ -571,16 +571,18 @@ class Operation:
         """
         link, neighbour = self.link, exchange.neighbours[peer]
         payload = bytearray()
+
+        def note_piece() -> None:
+            exchange.note_heard(peer, link.now)
+
         try:
             data = bytearray(FRAME_NBYTES)
-            yield Receive(connections, peer, self.tag(exchange.number), data)
+            yield Finish(connections, connections.start("recv", peer, self.tag(exchange.number), data))
             frame = Frame.decode(bytes(data), link.secret)
             if frame.payload_nbytes:
                 exchange.note_heard(peer, link.now, frame)
                 payload = (yield Call(partial(bytearray, frame.payload_nbytes))).get()
-                yield Receive(
-                    connections, peer, frame.payload_tag, payload, None, lambda: exchange.note_heard(peer, link.now)
-                )
+                yield Finish(connections, connections.start("recv", peer, frame.payload_tag, payload), None, note_piece)
                 crc32 = (yield Call(partial(isal_zlib.crc32, payload))).get()
                 if crc32 != frame.payload_crc32:
                     raise FrameError(
