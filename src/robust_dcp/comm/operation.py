@@ -180,6 +180,10 @@ class Operation:
             yield from self._go_down(exchange, work, has_failed, agreement, payload)
             self.n_exchanges += 1
             self._last = exchange
+            for neighbour in exchange.neighbours.values():  # who is behind may ask for the result, nobody for more
+                neighbour.arrived = {kind: Message(each.frame) for kind, each in neighbour.arrived.items()}
+                if neighbour.is_done:
+                    neighbour.sent = [each for each in neighbour.sent if not each.payload]
             self.link.note_completed(self.key, self.n_exchanges)
         except GeneratorExit:  # nobody takes these steps any more
             raise
