@@ -69,6 +69,9 @@ _MISSED_AFTER = 0.7
 _LEAVES = 0xFFFFFFFF
 _DROPPED = "it dropped its connections"
 
+_MANY_BEATS = 100
+"""So many beats to a neighbour are kept in one exchange before this rank makes sure that they have left."""
+
 _HAS_COME = Frame(Kind.BEAT, body=Beat().encode())
 """The first beat to a neighbour. It says that the rank has come, and the next one says more."""
 
@@ -203,7 +206,8 @@ class Operation:
             if over is not None and not over.may_be_unread:
                 for neighbour in over.neighbours.values():
                     if neighbour.connections is not None:
-                        neighbour.connections.kept.pop(over, None)  # all of it has arrived
+                        for key in (over, neighbour):
+                            neighbour.connections.kept.pop(key, None)  # all of it has arrived
             self.link.loop.end_beats(self)
             self.link.loop.wake()  # who still connects for this exchange need not
             self._is_busy = False
@@ -456,10 +460,11 @@ class Operation:
 
     def _post(self, exchange: Exchange, peer: int, frame: Frame, payload: Payload = b"") -> Moving | None:
         """Start to send, if ``peer`` is connected."""
-        connections = exchange.neighbours[peer].connections
+        neighbour = exchange.neighbours[peer]
+        connections = neighbour.connections
         if connections is None:
             return None
-        kept = connections.kept[exchange]
+        kept = connections.kept[neighbour if frame.kind == Kind.BEAT else exchange]
         if len(payload):
             crc32, tag = isal_zlib.crc32(payload), next(connections.tags)
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
@@ -467,12 +472,23 @@ class Operation:
             stamped = self.stamped(frame, exchange).encode()
             moving: Moving = connections.start("send", peer, self.tag(exchange.number), stamped)
             kept.append(moving)
+            if frame.kind == Kind.BEAT and len(kept) == _MANY_BEATS:
+                self.link.loop.spawn(self._let_go(connections, kept))
             if len(payload):
                 kept.append(connections.start("send", peer, frame.payload_tag, payload))
                 if len(kept[-1].works) > 1:
                     self.link.loop.spawn(self._watch_leaving(exchange, peer, connections, kept[-1]))
             return moving
         return None
+
+    def _let_go(self, connections: Connections, beats: list[Moving]) -> Steps[None]:
+        """Wait until ``beats`` have left, and keep them no longer: a long exchange has thousands."""
+        with contextlib.suppress(Broken):
+            while len(beats) >= _MANY_BEATS:
+                sent = beats[:]
+                for moving in sent:
+                    yield Finish(connections, moving)
+                del beats[: len(sent)]
 
     def _watch_leaving(self, exchange: Exchange, peer: int, connections: Connections, moving: Moving) -> Steps[None]:
         """Count each piece that leaves as a sign that ``peer`` is alive. gloo brings a beat of ``peer`` only once it
