@@ -45,6 +45,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "reshards_cold": ("--mib 128 --cold", "--mib 1 --cold"),
     "sharing": ("--nodes 8 --mib 64 --mib-per-second 16", "--nodes 2 --mib 2 --mib-per-second 64"),
     "messages": ("--ranks 4 --items 10 1000 10000", "--ranks 2 --items 10"),
+    "simulated": ("--ranks 1024 10240", "--ranks 16 32"),
     "async_save": (
         "--ranks 2 --mib 256 --saves 5",
         "--ranks 2 --mib 4 --saves 3 --who ours stock,\\ thread",
@@ -240,6 +241,16 @@ def messages(figures: Row) -> str:
     )
 
 
+def simulated(figures: Row) -> str:
+    """What an exchange costs among thousands of ranks that do not exist."""
+    keys = "seconds", "messages", "most_messages", "nbytes", "most_nbytes", "store"
+    titles = ["", "ranks", "verdict", "seconds", "messages of a rank, mean", "most", "bytes, mean", "most"]
+    cells = [
+        [row["what"], row["ranks"], row["verdict"], *[row[key] for key in keys]] for row in figures["simulated"]["rows"]
+    ]
+    return table([*titles, "questions to the store, mean"], cells)
+
+
 def async_save(figures: Row) -> str:
     """How long training waits for an async save, and how much slower it is beside it."""
     keys = "repeated_blocked_seconds", "first_blocked_seconds", "save_seconds", "slowdown", "pause_seconds"
@@ -316,6 +327,7 @@ TABLES: dict[str, Callable[[Row], str]] = {
     "reshards": reshards,
     "sharing": sharing,
     "messages": messages,
+    "simulated": simulated,
     "async_save": async_save,
     **{f"command of {name}": command_of(name) for name in RUNS},
 }

@@ -584,7 +584,9 @@ def complaints(schedule: Schedule, outcomes: list[dict[str, Outcome]], simulatio
         if schedule.late is not None:
             yield from _of_late_rank(schedule.late[0], name, of_rank, errors)
         if not were_split:
-            yield from _of_named_ranks(schedule, name, of_rank, errors, simulation, has_store and not has_left)
+            of_killed = [outcomes[rank][name] for rank in killed]
+            is_clear = has_store and not has_left
+            yield from _of_named_ranks(schedule, name, of_rank, errors, simulation, of_killed, is_clear)
 
 
 def _of_late_rank(late: int, name: str, of_rank: dict[int, Outcome], errors: dict[int, BaseException]) -> Iterator[str]:
@@ -614,6 +616,7 @@ def _of_named_ranks(
     of_rank: dict[int, Outcome],
     errors: dict[int, BaseException],
     simulation: Simulation,
+    of_killed: list[Outcome],
     is_clear: bool,
 ) -> Iterator[str]:
     """Who was named, and when."""
@@ -647,6 +650,9 @@ def _of_named_ranks(
         limit = silent_seconds + patience.VERDICT_SECONDS * (len(killed) - 1)  # one may die while it makes the verdict
         if were_connected and kind != "killed with the store":
             limit = _NAMED_SECONDS * len(killed)  # they may be named one after the other
+            # Who was killed before it had a result that the others have may have got it and ended: it may come back.
+            if min(dead.n_steps for dead in of_killed) < min(outcome.n_steps for outcome in of_rank.values()):
+                limit += patience.RECONNECT_SECONDS
         if last - since > limit:
             yield f"{name!r} took {last - since:.1f} s after the kill, more than {limit}: {_shown(errors)}"
     if kind in ("frozen", "long outage", "absent") and errors:

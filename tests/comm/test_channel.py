@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from operator import sub
@@ -112,6 +116,34 @@ def test_an_exchange_costs_one_frame_up_and_one_down_and_its_own_bytes_and_equal
         sent = costs["gather", 100_000].payload_nbytes_sent
         assert sent == 0 if rank == 0 else 100_000 < sent < 100_100
         assert costs["broadcast", 100_000].payload_nbytes_sent // 100_000 == {0: 2, 1: 0, 2: 1, 3: 0}[rank]
+
+
+def test_what_was_sent_and_has_arrived_is_not_held_after_the_exchange() -> None:
+    held: list[int] = []
+
+    def look() -> None:
+        until = time.monotonic() + 60  # a thread may be about to let go of what it has sent
+        while not held or (held[-1] > 1 << 20 and time.monotonic() < until):
+            time.sleep(0.05)
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+
+    all_have_ended = threading.Barrier(4, action=look)
+
+    def pass_on(channel: Channel) -> None:
+        def note() -> Note:
+            return Note(channel.rank, random.Random(channel.rank).randbytes(2 << 20))
+
+        channel.gather("gather", note, Note)
+        channel.scatter("scatter", lambda: [note()] * channel.size, Note)
+        all_have_ended.wait(120)
+
+    tracemalloc.start()
+    try:
+        run_channels(GlooNetwork(4), pass_on, timeout_seconds=120)
+    finally:
+        tracemalloc.stop()
+    assert held[-1] <= 1 << 20
 
 
 def test_an_exchange_within_the_work_of_another_is_refused_instead_of_blocking() -> None:

@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from robust_dcp.comm import Channel, Offer, patience
+from robust_dcp.comm import Channel, Offer, operation, patience
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeError
-from tests.harness.network import SimulatedNetwork, quick, run_threads
+from tests.harness.network import GlooNetwork, SimulatedNetwork, quick, run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,27 @@ def test_an_exception_in_the_thread_of_the_beats_ends_no_beats() -> None:
             assert run_threads(SimulatedNetwork(2), save, timeout_seconds=100) == ["saved"] * 2
     finally:
         logger.removeHandler(handler)
+
+
+def test_a_rank_keeps_few_beats_however_long_an_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation, "_MANY_BEATS", 4)
+    n_kept: list[int] = []
+
+    def save(link: Link) -> str:
+        channel = Channel(Operation(link, "save", 60.0), 0)
+
+        def work() -> None:
+            until = time.monotonic() + 60
+            while link.rank and (len(n_kept) < 50 or n_kept[-1] >= 10) and time.monotonic() < until:
+                time.sleep(0.06)
+                n_kept.append(sum(map(len, link.connections.kept.values())) if link.connections is not None else 0)
+
+        channel.barrier("write", work)
+        channel.barrier("commit")
+        return "saved"
+
+    assert run_threads(GlooNetwork(2), save, timeout_seconds=100) == ["saved"] * 2
+    assert n_kept[-1] < 10, "about fifty were sent"
 
 
 def test_a_rank_that_failed_and_waits_until_its_deadline_is_told_by_what_it_failed_of() -> None:

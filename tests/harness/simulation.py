@@ -26,7 +26,7 @@ import torch
 from robust_dcp.comm.connections import GREETING_TAG, Broken, Connections, Moving, Unreachable, Whereabouts
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent
-from robust_dcp.comm.waits import Ask, Call, Finish, Outcome, Receive, Steps, Until
+from robust_dcp.comm.waits import Ask, Call, Finish, Outcome, Steps, Until
 
 __all__ = ["Later", "Simulation", "Task"]
 
@@ -279,9 +279,6 @@ class _Rank:
                 return
             else:
                 try:
-                    if isinstance(wait, Receive):
-                        moving = wait.connections.start("recv", wait.peer, wait.tag, wait.data)
-                        wait = Finish(wait.connections, moving, wait.seconds, wait.note_piece)
                     task.wait, task.n_received = wait, 0
                     if not self._receive(task):
                         if wait.seconds is not None:

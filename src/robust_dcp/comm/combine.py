@@ -98,7 +98,10 @@ class Agreement(NamedTuple):
                 first_ranks=tuple([first if count else of_child for count, first, of_child in firsts]),
                 notice=total.notice or child.notice,
             )
-        return total._replace(signature=_combined(signatures))
+        if children:
+            digest = hashlib.blake2b(b"".join(signatures), digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan").digest()
+            total = total._replace(signature=digest)
+        return total
 
     def count(self, flag: int) -> int:
         """How many ranks have ``flag`` (a number with one bit set)."""
@@ -123,10 +126,3 @@ class Agreement(NamedTuple):
         fields = _LAYOUT.unpack_from(body)
         counts, first_ranks = fields[8 : 8 + N_FLAGS], fields[8 + N_FLAGS : 8 + 2 * N_FLAGS]
         return cls._make((*fields[:8], counts, first_ranks, fields[-1]))
-
-
-def _combined(hashes: Sequence[bytes]) -> bytes:
-    """The hash of a rank, whose own signature comes first, and of its children; its own signature if it has none."""
-    if len(hashes) == 1:
-        return hashes[0]
-    return hashlib.blake2b(b"".join(hashes), digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan").digest()

@@ -141,8 +141,8 @@ class Connections:
         closed: the ranks that closed their connections before this one did, each with what is known of it; with no
             text if it need not come back.
         tags: numbers for payloads; each is given out once.
-        kept: what gloo may still send, by the exchange that it belongs to; ``None`` for what belongs to none. Keeping
-            it keeps the group, so it is here, where it ends with the group.
+        kept: what gloo may still send, by the exchange that it belongs to, a beat by the neighbour that gets it;
+            ``None`` for what belongs to none. Keeping it keeps the group, so it is here, where it ends with the group.
     """
 
     def __init__(self, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:

@@ -183,6 +183,7 @@ class Problem(Exception):
         is_loss: the connection to the missing ranks broke. They may be alive. If none is missing, this rank breaks the
             connections to end a wait.
         may_return: the missing ranks have said nothing in this operation, or it was this rank that closed.
+        is_told: another rank misses them, and tells of it.
     """
 
     what: str
@@ -192,6 +193,7 @@ class Problem(Exception):
     is_elsewhere: bool = False
     is_loss: bool = False
     may_return: bool = False
+    is_told: bool = False
 
     @classmethod
     def of_leaving(cls, rank: int, error: BaseException) -> Problem:
@@ -199,9 +201,9 @@ class Problem(Exception):
         return cls(f"was left by rank {rank}: {type(error).__name__}", error)
 
     @classmethod
-    def of_lost(cls, lost: dict[int, str], *, may_return: bool = False) -> Problem:
+    def of_lost(cls, lost: dict[int, str], *, may_return: bool = False, is_told: bool = False) -> Problem:
         """The connections to the ranks in ``lost`` broke. The texts say what is known."""
-        return cls("broke off: connection lost", missing=lost, is_loss=True, may_return=may_return)
+        return cls("broke off: connection lost", missing=lost, is_loss=True, may_return=may_return, is_told=is_told)
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
@@ -297,7 +299,10 @@ def verdict(
     answers = sorted({answer.rank: answer for answer in (own, *answers)}.values(), key=lambda answer: answer.rank)
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
-    closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
+    closed = [each for answer in answers for each in answer.closed.items()]
+    if problem.is_told:  # that rank may have died before it answered
+        closed += problem.missing.items()
+    closed = [each for each in closed if each[0] not in alive]
     if not problem.missing and problem.is_loss:
         closed = []  # this rank only breaks off what is on its way, and gave nobody the time to answer
     # If it is this rank that has stood still, the others have closed because they gave up on it.

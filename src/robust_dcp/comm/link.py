@@ -46,7 +46,7 @@ from robust_dcp.comm.endings import (
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, value_of, values_of
-from robust_dcp.comm.waits import Ask, Call, Outcome, Receive, Steps, T, Until
+from robust_dcp.comm.waits import Ask, Call, Finish, Outcome, Steps, T, Until
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
@@ -350,7 +350,9 @@ class Link:
                 yield from () if greeted else look()
             try:
                 greeted[0].get()
-                yield Receive(connections, peer, GREETING_TAG, answer, patience.GREETING_SECONDS)
+                yield Finish(
+                    connections, connections.start("recv", peer, GREETING_TAG, answer), patience.GREETING_SECONDS
+                )
             except Broken as error:
                 if connections.is_dropped and not isinstance(error, Unreachable):
                     raise  # this rank has dropped them, and it is no fault of the other one
@@ -531,7 +533,8 @@ class Link:
             raise
         if connections is not None:
             yield Call(connections.drop)
-        # If the first one has ended meanwhile, the second one decides: it may have a problem of its own, too.
+        # If the first one has ended meanwhile, the second one decides: it may have a problem of its own, too. All at
+        # once would be too much for the store, as each reads what all have answered.
         until = self.now + patience.VERDICT_SECONDS * min(number - 1, 2)
         pause_seconds = 0.005
         while self.now < until:

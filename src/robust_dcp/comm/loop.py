@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -33,7 +33,7 @@ from robust_dcp.comm import patience
 from robust_dcp.comm.connections import Broken, Connections, Whereabouts
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.store import Notes, store_host, store_of
-from robust_dcp.comm.waits import Ask, Call, Finish, Outcome, Receive, Steps, T, Until, Wait
+from robust_dcp.comm.waits import Ask, Call, Finish, Outcome, Steps, T, Until
 from robust_dcp.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -90,21 +90,18 @@ class Loop:
                 except BaseException as raised:
                     error = _bare(raised)
 
-    def _answer(self, step: Wait) -> Any:
+    def _answer(self, step: Finish | Ask | Call) -> Any:
         """What ``step`` waits for. Called without the lock."""
-        if isinstance(step, Receive | Finish):
-            connections, note_piece = step.connections, step.note_piece
-            moving = step.moving if isinstance(step, Finish) else connections.start("recv", *step[1:4])
-            connections.finish(moving, step.seconds, None if note_piece is None else lambda: self.tell(note_piece))
+        if isinstance(step, Finish):
+            note_piece = None if step.note_piece is None else partial(self.tell, step.note_piece)
+            step.connections.finish(step.moving, step.seconds, note_piece)
             return None
         if isinstance(step, Ask):
             return self._notes.ask(*step)
-        if isinstance(step, Call):
-            try:
-                return Outcome(step.function(), None)
-            except BaseException as error:
-                return Outcome(None, _bare(error))
-        raise TypeError(f"nothing can be waited for by {step!r}")
+        try:
+            return Outcome(step.function(), None)
+        except BaseException as error:
+            return Outcome(None, _bare(error))
 
     def tell(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function(*args)`` between two steps."""

@@ -57,7 +57,7 @@ from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError,
 from robust_dcp.comm.link import ExchangeStats, Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
-from robust_dcp.comm.waits import Call, Finish, Receive, Steps, Until
+from robust_dcp.comm.waits import Call, Finish, Steps, Until
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.events import Slowest
 
@@ -68,6 +68,9 @@ _MISSED_AFTER = 0.7
 
 _LEAVES = 0xFFFFFFFF
 _DROPPED = "it dropped its connections"
+
+_MANY_BEATS = 100
+"""So many beats to a neighbour are kept in one exchange before this rank makes sure that they have left."""
 
 _HAS_COME = Frame(Kind.BEAT, body=Beat().encode())
 """The first beat to a neighbour. It says that the rank has come, and the next one says more."""
@@ -180,6 +183,10 @@ class Operation:
             yield from self._go_down(exchange, work, has_failed, agreement, payload)
             self.n_exchanges += 1
             self._last = exchange
+            for neighbour in exchange.neighbours.values():  # who is behind may ask for the result, nobody for more
+                neighbour.arrived = {kind: Message(each.frame) for kind, each in neighbour.arrived.items()}
+                if neighbour.is_done:
+                    neighbour.sent = [each for each in neighbour.sent if not each.payload]
             self.link.note_completed(self.key, self.n_exchanges)
         except GeneratorExit:  # nobody takes these steps any more
             raise
@@ -199,7 +206,8 @@ class Operation:
             if over is not None and not over.may_be_unread:
                 for neighbour in over.neighbours.values():
                     if neighbour.connections is not None:
-                        neighbour.connections.kept.pop(over, None)  # all of it has arrived
+                        for key in (over, neighbour):
+                            neighbour.connections.kept.pop(key, None)  # all of it has arrived
             self.link.loop.end_beats(self)
             self.link.loop.wake()  # who still connects for this exchange need not
             self._is_busy = False
@@ -288,12 +296,14 @@ class Operation:
         exchange, limit = self._exchange, self.timeout_seconds + 3 * patience.BEAT_SECONDS
         return exchange is not None and exchange.is_waiting and self.link.now - exchange.moved_seconds > limit
 
-    def announce(self, text: str) -> None:
-        """Let all ranks leave their own work in this exchange. ``text`` says why."""
+    def announce(self, text: str, but: int | None = None) -> None:
+        """Let all ranks leave their own work in this exchange. ``text`` says why; ``but`` has said so itself."""
         exchange = self._exchange
         if exchange is not None and exchange.failure is None:
             exchange.failure = text
-            self._announce_failure(exchange, text)
+            for peer in exchange.tree.neighbours:
+                if peer != but and not exchange.neighbours[peer].is_closed:
+                    self._send(exchange, peer, Frame(Kind.STOP), text.encode(errors="replace"))
 
     # One exchange.
 
@@ -343,16 +353,16 @@ class Operation:
         if error is None and work.offer is not None:
             made, error = yield Call(partial(work.offer, own))
         if error is not None:
-            return own, Offer(), self._failed(exchange, error)
+            return own, Offer(), self._failed(error)
         return own, made if isinstance(made, Offer) else Offer(), None
 
-    def _failed(self, exchange: Exchange, error: BaseException) -> FailuresBelow:
+    def _failed(self, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
         self._own_error = error
         rank = self.link.rank
         if not isinstance(error, Stopped):
             line = str(error).partition("\n")[0][:500]
-            self._announce_failure(exchange, f"rank {rank}: {type(error).__name__}: {line}")
+            self.announce(f"rank {rank}: {type(error).__name__}: {line}")
         return FailuresBelow.on(rank, error)
 
     def _go_up(
@@ -380,7 +390,7 @@ class Operation:
         if failures is None and make is not None:
             payload, error = yield Call(partial(make, own, below))
             if error is not None:
-                failures = self._failed(exchange, error)
+                failures = self._failed(error)
         if failures is not None:
             payload = encode(failures if parent is not None else ErrorMessage.of(failures.joint_error(self.phase)))
         payload = payload or b""
@@ -450,10 +460,11 @@ class Operation:
 
     def _post(self, exchange: Exchange, peer: int, frame: Frame, payload: Payload = b"") -> Moving | None:
         """Start to send, if ``peer`` is connected."""
-        connections = exchange.neighbours[peer].connections
+        neighbour = exchange.neighbours[peer]
+        connections = neighbour.connections
         if connections is None:
             return None
-        kept = connections.kept[exchange]
+        kept = connections.kept[neighbour if frame.kind == Kind.BEAT else exchange]
         if len(payload):
             crc32, tag = isal_zlib.crc32(payload), next(connections.tags)
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
@@ -461,12 +472,23 @@ class Operation:
             stamped = self.stamped(frame, exchange).encode()
             moving: Moving = connections.start("send", peer, self.tag(exchange.number), stamped)
             kept.append(moving)
+            if frame.kind == Kind.BEAT and len(kept) == _MANY_BEATS:
+                self.link.loop.spawn(self._let_go(connections, kept))
             if len(payload):
                 kept.append(connections.start("send", peer, frame.payload_tag, payload))
                 if len(kept[-1].works) > 1:
                     self.link.loop.spawn(self._watch_leaving(exchange, peer, connections, kept[-1]))
             return moving
         return None
+
+    def _let_go(self, connections: Connections, beats: list[Moving]) -> Steps[None]:
+        """Wait until ``beats`` have left, and keep them no longer: a long exchange has thousands."""
+        with contextlib.suppress(Broken):
+            while len(beats) >= _MANY_BEATS:
+                sent = beats[:]
+                for moving in sent:
+                    yield Finish(connections, moving)
+                del beats[: len(sent)]
 
     def _watch_leaving(self, exchange: Exchange, peer: int, connections: Connections, moving: Moving) -> Steps[None]:
         """Count each piece that leaves as a sign that ``peer`` is alive. gloo brings a beat of ``peer`` only once it
@@ -490,11 +512,6 @@ class Operation:
     def tag(self, number: int) -> int:
         """The gloo tag of all frames of an exchange."""
         return (self.key.operation ^ self.key.occurrence * 0x9E3779B1 ^ number * 0x85EBCA6B) & 0x3FFFFFFF
-
-    def _announce_failure(self, exchange: Exchange, text: str, but: int | None = None) -> None:
-        for peer in exchange.tree.neighbours:
-            if peer != but and not exchange.neighbours[peer].is_closed:
-                self._send(exchange, peer, Frame(Kind.STOP), text.encode(errors="replace"))
 
     def say_gone(self, connections: Connections, missing: Sequence[int] | None) -> None:
         """Tell all neighbours that ``connections`` are dropped, and which ranks are missing. ``None``: this one leaves.
@@ -559,8 +576,11 @@ class Operation:
         except Exception as error:
             logger.exception("reading from rank %d fails", peer)
             lost = f"{type(error).__name__}: {error}"
-        if lost:  # the exception is gone by now: it would keep gloo's group alive
-            yield from self._lose(exchange, peer, generation, connections, lost)
+        # The exception is gone by now: it would keep gloo's group alive.
+        is_running = self._exchange is exchange and generation == self.link.generation
+        if lost and is_running and not neighbour.is_done and peer in exchange.tree.neighbours:
+            exchange.catching_up_seconds(self.link.now)
+            yield from self.link.break_up(generation, self.problem_of_lost(peer, connections, lost), self)
 
     def _read_one(self, exchange: Exchange, peer: int, connections: Connections) -> Steps[bool]:
         """Take the next message. Return whether it was the last one in this exchange.
@@ -571,16 +591,18 @@ class Operation:
         """
         link, neighbour = self.link, exchange.neighbours[peer]
         payload = bytearray()
+
+        def note_piece() -> None:
+            exchange.note_heard(peer, link.now)
+
         try:
             data = bytearray(FRAME_NBYTES)
-            yield Receive(connections, peer, self.tag(exchange.number), data)
+            yield Finish(connections, connections.start("recv", peer, self.tag(exchange.number), data))
             frame = Frame.decode(bytes(data), link.secret)
             if frame.payload_nbytes:
                 exchange.note_heard(peer, link.now, frame)
                 payload = (yield Call(partial(bytearray, frame.payload_nbytes))).get()
-                yield Receive(
-                    connections, peer, frame.payload_tag, payload, None, lambda: exchange.note_heard(peer, link.now)
-                )
+                yield Finish(connections, connections.start("recv", peer, frame.payload_tag, payload), None, note_piece)
                 crc32 = (yield Call(partial(isal_zlib.crc32, payload))).get()
                 if crc32 != frame.payload_crc32:
                     raise FrameError(
@@ -618,13 +640,13 @@ class Operation:
             missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
             if not missing:
                 raise Broken(_DROPPED)
-            problem = Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
+            lost = {rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing}
+            problem = Problem.of_lost(lost, is_told=True)
             raise self._after_standstill(exchange, problem) if link.rank in missing else problem
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.STOP and exchange.failure is None:
-            exchange.failure = bytes(payload).decode(errors="replace")
-            self._announce_failure(exchange, exchange.failure, but=peer)
+            self.announce(bytes(payload).decode(errors="replace"), but=peer)
             self._interrupt_work(exchange)
         if frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
             neighbour.arrived.setdefault(frame.kind, Message(frame, payload))
@@ -633,16 +655,6 @@ class Operation:
         if frame.kind in (Kind.DOWN, Kind.HEARD):
             neighbour.is_done = True
         return neighbour.is_done
-
-    def _lose(
-        self, exchange: Exchange, peer: int, generation: int, connections: Connections | None, detail: str
-    ) -> Steps[None]:
-        """The connection to ``peer`` broke, or could not be made."""
-        if self._exchange is not exchange or generation != self.link.generation:
-            return
-        if not exchange.neighbours[peer].is_done and peer in exchange.tree.neighbours:
-            exchange.catching_up_seconds(self.link.now)
-            yield from self.link.break_up(generation, self.problem_of_lost(peer, connections, detail), self)
 
     def problem_of_lost(self, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The connection to ``peer`` broke, or could not be made if there are no ``connections``."""
@@ -768,8 +780,7 @@ class Operation:
                     exchange.refuse(peer, peer, exchange.silence_of(peer, now), now)
             except Problem as problem:
                 exchange.problem = problem
-                exchange.failure = "; ".join(problem.missing.values())
-                self._announce_failure(exchange, exchange.failure)
+                self.announce("; ".join(problem.missing.values()))
                 self._interrupt_work(exchange)
         if self.waits_in_vain():
             self.note_waiting(False)  # or the others would take it for the one that does not get on

@@ -49,17 +49,6 @@ class Finish(NamedTuple):
     note_piece: Callable[[], object] | None = None
 
 
-class Receive(NamedTuple):
-    """Fill ``data`` with what ``peer`` sends over ``connections`` under ``tag``. The rest is as for :class:`Finish`."""
-
-    connections: Any
-    peer: int
-    tag: int
-    data: bytearray
-    seconds: float | None = None
-    note_piece: Callable[[], object] | None = None
-
-
 class Call(NamedTuple):
     """Call ``function()``, which may take long. The answer is an :class:`Outcome`, also if it raises."""
 
@@ -79,5 +68,5 @@ class Outcome(NamedTuple):
         return self.value
 
 
-Wait = Until | Ask | Finish | Receive | Call
+Wait = Until | Ask | Finish | Call
 Steps = Generator[Wait, Any, T]
