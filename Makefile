@@ -17,7 +17,7 @@
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the tables and pictures of docs/ written anew from tests and docs/figures.json, and the site in build/site
-#   make figures  measure what the documents show, 30 minutes on a quiet machine, and write it into them
+#   make figures  measure what the documents show, 45 minutes on a quiet machine, and write it into them
 #   make coverage  all tests, and which lines and branches of the package they reach; less than 93 % is an error
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  repairs what ruff can repair of the complaints of `check`

@@ -1,6 +1,6 @@
 """Measures the figures of the documents, and writes them: docs/figures.json, the tables of pages, two pictures.
 
-``make figures`` runs it: about 30 minutes on two quiet cores. ``--quick`` takes tiny sizes, to see that it all works.
+``make figures`` runs it: about 45 minutes on two quiet cores. ``--quick`` takes tiny sizes, to see that it all works.
 ``--only storage`` measures one benchmark anew and keeps the others. ``--write`` measures nothing, and writes tables and
 pictures from docs/figures.json. A table stands in a page between two comments that name it, so nobody copies figures by
 hand; a test holds pages and pictures to docs/figures.json.
@@ -30,7 +30,7 @@ FIGURES = ROOT / "docs" / "figures.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 Row = dict[str, Any]
 
-# Of each benchmark: its options, and those of --quick. Together the former take about 30 minutes on two quiet cores.
+# Of each benchmark: its options, and those of --quick. Together the former take about 45 minutes on two quiet cores.
 RUNS: dict[str, tuple[str, str]] = {
     "planning": (
         "--ranks 32 128 --items 5000 --stock-up-to 160000",
@@ -41,8 +41,8 @@ RUNS: dict[str, tuple[str, str]] = {
         "--gib 0.5 --rounds 2",
         "--shapes large --gib 0.01 --rounds 1 --who ours ours,\\ repeated\\ save stock,\\ 1\\ thread",
     ),
-    "reshards": ("--mib 128", "--mib 1"),
-    "reshards_cold": ("--mib 128 --cold", "--mib 1 --cold"),
+    "reshards": ("--mib 512", "--mib 1"),
+    "reshards_cold": ("--mib 512 --cold", "--mib 1 --cold"),
     "sharing": ("--nodes 8 --mib 64 --mib-per-second 16", "--nodes 2 --mib 2 --mib-per-second 64"),
     "messages": ("--ranks 4 --items 10 1000 10000", "--ranks 2 --items 10"),
     "simulated": ("--ranks 1024 10240", "--ranks 16 32"),
