@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -234,6 +235,7 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
         return messages
 
 
+@lru_cache  # each time it compiles the text of all annotations
 def _fields_of(message_type: type[msgspec.Struct]) -> list[tuple[str, Any, bool]]:
     """For each field its name, the type of its values, and whether it has any number of them."""
     fields = msgspec.structs.fields(message_type)
