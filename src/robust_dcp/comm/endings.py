@@ -125,9 +125,8 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
 
 def _bounded(failure: RankFailure) -> RankFailure:
     message = _shortened(failure.message, _MAX_MESSAGE_CHARS)
-    return RankFailure(
-        failure.rank, failure.type_name, message, _shortened(failure.traceback_text, _MAX_TRACEBACK_CHARS)
-    )
+    traceback_text = _shortened(failure.traceback_text, _MAX_TRACEBACK_CHARS)
+    return RankFailure(failure.rank, failure.type_name, message, traceback_text)
 
 
 def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
@@ -300,8 +299,7 @@ def verdict(
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
     closed = [each for answer in answers for each in answer.closed.items()]
-    if problem.is_told:  # that rank may have died before it answered
-        closed += problem.missing.items()
+    closed += problem.missing.items() if problem.is_told else ()  # who has told of it may have died before it answered
     closed = [each for each in closed if each[0] not in alive]
     if not problem.missing and problem.is_loss:
         closed = []  # this rank only breaks off what is on its way, and gave nobody the time to answer

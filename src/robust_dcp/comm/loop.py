@@ -94,8 +94,7 @@ class Loop:
         """What ``step`` waits for. Called without the lock."""
         if isinstance(step, Finish):
             note_piece = None if step.note_piece is None else partial(self.tell, step.note_piece)
-            step.connections.finish(step.moving, step.seconds, note_piece)
-            return None
+            return step.connections.finish(step.moving, step.seconds, note_piece)
         if isinstance(step, Ask):
             return self._notes.ask(*step)
         try:

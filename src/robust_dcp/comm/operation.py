@@ -185,8 +185,7 @@ class Operation:
             self._last = exchange
             for neighbour in exchange.neighbours.values():  # who is behind may ask for the result, nobody for more
                 neighbour.arrived = {kind: Message(each.frame) for kind, each in neighbour.arrived.items()}
-                if neighbour.is_done:
-                    neighbour.sent = [each for each in neighbour.sent if not each.payload]
+                neighbour.sent = [each for each in neighbour.sent if not (neighbour.is_done and each.payload)]
             self.link.note_completed(self.key, self.n_exchanges)
         except GeneratorExit:  # nobody takes these steps any more
             raise
@@ -485,8 +484,7 @@ class Operation:
         """Wait until ``beats`` have left, and keep them no longer: a long exchange has thousands."""
         with contextlib.suppress(Broken):
             while len(beats) >= _MANY_BEATS:
-                sent = beats[:]
-                for moving in sent:
+                for moving in (sent := beats[:]):
                     yield Finish(connections, moving)
                 del beats[: len(sent)]
 
