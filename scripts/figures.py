@@ -242,13 +242,24 @@ def messages(figures: Row) -> str:
 
 
 def simulated(figures: Row) -> str:
-    """What an exchange costs among thousands of ranks that do not exist."""
-    keys = "seconds", "messages", "most_messages", "nbytes", "most_nbytes", "store"
-    titles = ["", "ranks", "verdict", "seconds", "messages of a rank, mean", "most", "bytes, mean", "most"]
+    """What an exchange costs among thousands of ranks that do not exist, and what grows with their number."""
+    rows = figures["simulated"]["rows"]
+    few, many = (extreme(row["ranks"] for row in rows) for extreme in (min, max))
+    of_few = {row["what"]: row for row in rows if row["ranks"] == few}
+    titles = [f"{many:,} ranks", "verdict", "seconds"]
+    for what in ("messages", "bytes"):
+        titles += [f"{what} of a rank", "at most", f"at most with {few:,}"]
     cells = [
-        [row["what"], row["ranks"], row["verdict"], *[row[key] for key in keys]] for row in figures["simulated"]["rows"]
+        [row["what"], row["verdict"], row["seconds"]]
+        + [
+            each
+            for key in ("messages", "nbytes")
+            for each in (row[key], row[f"most_{key}"], of_few[row["what"]][f"most_{key}"])
+        ]
+        for row in rows
+        if row["ranks"] == many
     ]
-    return table([*titles, "questions to the store, mean"], cells)
+    return table(titles, cells)
 
 
 def async_save(figures: Row) -> str:
