@@ -276,6 +276,15 @@ FAULTS = [
         620000444,
     ),
     Fault(
+        "a rank that waits for a silent one does not hear that the roll is called",
+        Link,
+        "say_waiting",
+        'store.check(["answers"]) or self',
+        "self",
+        "frozen",
+        720119012,
+    ),
+    Fault(
         "a rank that only a silent one joins to the others does not follow them to new connections",
         Operation,
         "_receive",

@@ -431,8 +431,8 @@ class Link:
         encoded = b"" if waiting is None else encode(waiting)
 
         def say(store: Any) -> list[bytes] | None:
-            if waiting is not None and self.notes.is_pointless(store):
-                return None
+            if waiting is not None and (store.check(["answers"]) or self.notes.is_pointless(store)):
+                return None  # the roll is called
             store.set(f"{self.rank} waits", encoded)
             return list(_present(store, [f"{peer} waits" for peer in peers]).values())
 
