@@ -192,8 +192,8 @@ class Exchange:
     def count_from(self, now: float) -> None:
         """Ignore silence, standstills and beats before ``now``, because this rank was connecting.
 
-        A rank that refused to connect has dropped its connections too, and may come now. The silence of one that did
-        not answer goes on.
+        A rank that refused to connect has dropped its connections too, and has ``RECONNECT_SECONDS`` to come now. The
+        silence of one that did not answer goes on.
 
         After some times silence counts after all, so that ranks which lose each other again and again come to an end.
         """
@@ -201,10 +201,11 @@ class Exchange:
         if self._n_reconnects <= _MAX_RECONNECTS:
             for peer, neighbour in self.neighbours.items():
                 neighbour.beat = None
-                if has_timed_out(self._gone.get(peer, "")):  # it did not answer this rank while it connected
-                    neighbour.unanswered_seconds = self.silence_of(peer, now)
-                else:
-                    neighbour.gone_seconds, neighbour.unanswered_seconds = None, 0.0
+                silence = self.silence_of(peer, now)
+                if not has_timed_out(self._gone.get(peer, "")):  # else it did not answer this rank while it connected
+                    neighbour.gone_seconds = None
+                    silence = min(silence, max(0.0, self._timeout_seconds - patience.RECONNECT_SECONDS))
+                neighbour.unanswered_seconds = silence
             self.waiting_since = self._looked_seconds = now
 
     def catching_up_seconds(self, now: float) -> float:
