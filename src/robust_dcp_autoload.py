@@ -37,8 +37,8 @@ def planner_asked_for(
     if any(name.startswith(_VARIABLE) for name in environment):
         from robust_dcp.environment import check, value_of
 
-        check(environment)
         is_on = value_of(_VARIABLE, environment)
+        check(environment, is_asked_for=is_on or (planner == "robust_dcp" and is_on is not False))
     if planner is None:
         return "robust_dcp" if is_on else None
     return "robust_dcp" if planner == "robust_dcp" and is_on is not False else "default"

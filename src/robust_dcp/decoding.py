@@ -45,8 +45,8 @@ def from_json(data: str | bytes, kind: type[T]) -> T:
         _check_depth(data.encode(errors="surrogatepass") if isinstance(data, str) else data)
         text = data if isinstance(data, str) else data.decode()
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-        if r"\u" in text:  # half of a pair is no character, and no path or terminal takes it
-            json.dumps(value, ensure_ascii=False).encode()
+        if r"\u" in text:  # half of a pair is no character, but for the bytes of a path that is no UTF-8
+            json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
         raise Undecodable(f"{error}") from None
     return converted(value, kind)

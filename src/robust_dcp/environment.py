@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
+_PREFIX: Final = "ROBUST_DCP_"
 _SWITCH: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
@@ -77,20 +78,24 @@ def value_of(variable: str, environment: Mapping[str, str] = os.environ) -> Any:
         raise ValueError(f"{variable}={text!r} in the environment: expected {error}") from None
 
 
-def check(environment: Mapping[str, str] = os.environ) -> None:
+def check(environment: Mapping[str, str] = os.environ, *, is_asked_for: bool = True) -> None:
     """Look at all variables.
+
+    Args:
+        is_asked_for: whether the process uses robust_dcp. Otherwise names that are mistyped harm nobody.
 
     Raises:
         ValueError: as :func:`value_of`, for the first one that makes no sense; or a name is almost that of a variable.
     """
     for variable in VARIABLES:
         value_of(variable, environment)
-    for name, text in environment.items():
-        if name.startswith("ROBUST_DCP_") and name not in VARIABLES:
+    ends = {each.removeprefix(_PREFIX): each for each in VARIABLES if each.startswith(_PREFIX)}
+    for name, text in environment.items() if is_asked_for else ():
+        if text and name.startswith(_PREFIX) and name not in VARIABLES:
             from difflib import get_close_matches  # nobody else needs it here
 
-            if near := get_close_matches(name, VARIABLES, n=1, cutoff=0.9):
-                raise ValueError(f"{name}={text!r} in the environment: expected the name {near[0]}")
+            for near in get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=0.85):
+                raise ValueError(f"{name}={text!r} in the environment: expected the name {ends[near]}")
 
 
 # Ranks on one node share its page cache and its drives. Two ranks are on one node if they report the same host name and

@@ -189,8 +189,9 @@ class _Switch:
         self._announced: set[str] = set()
 
     def turn_on(self, planner: Planner, *, for_all: bool) -> None:
-        check()
-        if value_of("ROBUST_DCP") is False:  # it wins over all that asks for robust_dcp
+        is_off = value_of("ROBUST_DCP") is False
+        check(is_asked_for=not is_off)
+        if is_off:  # it wins over all that asks for robust_dcp
             planner, for_all = "default", False
         choose_planner(planner)
         self.is_for_all = for_all or self.is_for_all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import threading
@@ -158,7 +159,13 @@ def _save_and_be_killed_before_the_copy_is_named(tmp: str) -> None:
 
 
 class TestAManager:
-    def test_keeps_what_has_not_arrived_and_goes_on_with_it(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["plain", os.fsdecode(b"\xff")], ids=ascii)
+    def test_keeps_what_has_not_arrived_and_goes_on_with_it(
+        self, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.CRITICAL, "robust_dcp")  # xdist cannot send such a path in a log
+        tmp_path /= name
+        tmp_path.mkdir()
         durable = tmp_path / "durable"
         durable.write_text("no directory yet")
         manager = CheckpointManager(tmp_path / "local", keep_last=1, drain_to=durable)
@@ -170,7 +177,9 @@ class TestAManager:
         assert steps(manager) == [1, 2]
         durable.unlink()
         robust_dcp.save(state_dict(3.0), checkpoint_id=manager.path_of(3))  # as if killed before it was noted
-        manager = CheckpointManager(tmp_path / "local", keep_last=1, drain_to=f"file://{durable}")
+        manager = CheckpointManager(
+            tmp_path / "local", keep_last=1, drain_to=f"file://{durable}" if name == "plain" else durable
+        )
         manager.save(4, state_dict(4.0))
         robust_dcp.finish_async_saves()
         assert [loaded(durable / f"step_{step}") for step in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, 4.0]

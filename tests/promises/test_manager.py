@@ -562,6 +562,7 @@ def fail_to_move_latest(root: str) -> str:
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
     "cut off": lambda data: data[:100],
+    "cut off behind a dot": lambda data: data[: data.index(b".", 100) + 1],
     "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
     "zeros at its end": lambda data: data[:-50] + bytes(50),
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from robust_dcp.environment import check
+from robust_dcp_autoload import planner_asked_for
 from tests.harness.ranks import run_alone
 
 SAVES_BY_STOCK = """
@@ -66,6 +68,17 @@ def test_a_value_that_nobody_understands_ends_the_process_at_its_start(
     assert done.exitcode == 1
     assert done.output == f"robust_dcp: {variable}={value!r} in the environment: expected {expected}\n"
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_name_that_is_mistyped_strikes_only_who_asks_for_robust_dcp() -> None:
+    check({"ROBUST_DCP_STAGING_DIR": "/nvme", "ROBUST_DCP_PROGRESS_BAR": "1", "ROBUST_DCP_X": "1", "ROBUST_DCP_": "1"})
+    check({"ROBUST_DCP_PROVES": ""})
+    assert planner_asked_for([], {"ROBUST_DCP_PROVES": "1"}) is None
+    asks = ["--ckpt-planner=robust_dcp"]
+    assert planner_asked_for(asks, {"ROBUST_DCP": "0", "ROBUST_DCP_PROVES": "1"}) == "default"
+    for arguments, switch in ((asks, {}), ([], {"ROBUST_DCP": "1"})):
+        with pytest.raises(ValueError, match="expected the name ROBUST_DCP_PROVE"):
+            planner_asked_for(arguments, {**switch, "ROBUST_DCP_PROVES": "1"})
 
 
 @pytest.mark.parametrize(

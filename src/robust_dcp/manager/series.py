@@ -70,7 +70,13 @@ from robust_dcp.storage.files.paths import (
 )
 from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME, why_no_bucket
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded, pickle_in
+from robust_dcp.storage.metadata.stored_pickle import (
+    TRAILER_NBYTES,
+    files_are_marked,
+    is_cut_off,
+    not_being_loaded,
+    pickle_in,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +315,8 @@ class Series:
         """
         if self.disk.exists(self.root):
             return True
-        if self.is_in_store and (no_bucket := why_no_bucket(self.disk, self.root)):
+        # Other clients than that of S3 say the same of an empty bucket that one may not look at.
+        if self.root.startswith(("s3://", "s3a://")) and (no_bucket := why_no_bucket(self.disk, self.root)):
             raise errors.StorageError(no_bucket, path=self.root, errno=ENOENT, operation="look at")
         return False
 
@@ -457,7 +464,9 @@ class Series:
         """Whether its ``.metadata`` is not damaged."""
         path = os.path.join(checkpoint.path, METADATA_NAME)
         try:
-            return pickle_in(self.disk.read_file(path) or b"", path).endswith(b".")  # so ends every pickle
+            data = self.disk.read_file(path) or b""
+            pickle_in(data, path)
+            return not is_cut_off(len(data), data)
         except (errors.StorageError, errors.CorruptCheckpoint):
             return False
 
