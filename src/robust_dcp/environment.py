@@ -94,8 +94,9 @@ def check(environment: Mapping[str, str] = os.environ, *, is_asked_for: bool = T
         if text and name.startswith(_PREFIX) and name not in VARIABLES:
             from difflib import get_close_matches  # nobody else needs it here
 
-            for near in get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=0.85):
-                raise ValueError(f"{name}={text!r} in the environment: expected the name {ends[near]}")
+            near = get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=0.85)
+            if near:
+                raise ValueError(f"{name}={text!r} in the environment: expected the name {ends[near[0]]}")
 
 
 # Ranks on one node share its page cache and its drives. Two ranks are on one node if they report the same host name and
