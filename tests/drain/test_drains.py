@@ -186,6 +186,26 @@ class TestAManager:
         manager.prune()
         assert steps(manager) == [4]
 
+    def test_an_older_copy_that_arrives_late_stays_where_the_latest_is_damaged(self, tmp_path: Path) -> None:
+        durable = tmp_path / "durable"
+        durable.mkdir()
+        (durable / "step_1").write_text("no directory yet")
+        manager = CheckpointManager(tmp_path / "local", drain_to=durable, drain_keep_last=1)
+        manager.save(1, state_dict(1.0))
+        with pytest.raises(StorageError):
+            robust_dcp.finish_async_saves()
+        manager.save(2, state_dict(2.0))
+        robust_dcp.finish_async_saves()
+        assert not (durable / "step_1").is_dir() and loaded(durable / "step_2") == 2.0
+        metadata = durable / "step_2" / ".metadata"
+        metadata.write_bytes(bytes(200) + metadata.read_bytes()[200:])
+        (durable / "step_1").unlink()
+        (durable / "step_3").write_text("no directory yet")
+        manager.save(3, state_dict(3.0))
+        with pytest.raises(StorageError):
+            robust_dcp.finish_async_saves()
+        assert loaded(durable / "step_1") == 1.0
+
     def test_a_step_that_is_saved_again_replaces_its_own_copy_and_no_other(self, tmp_path: Path) -> None:
         local, place = tmp_path / "root", tmp_path / "durable/step_1"
         for value, durable in ((1.0, place.parent), (2.0, place.parent.as_uri())):

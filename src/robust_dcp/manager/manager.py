@@ -458,10 +458,11 @@ class CheckpointManager:
             root = os.path.dirname(path)
             series = Series(disk_at(root), root, self._series.name)
             record, latest = series.record_at(path), series.noted_latest()
-            if record is not None and (latest is None or latest.saved_seconds <= record.saved_seconds):
+            is_latest = record is not None and (latest is None or latest.saved_seconds <= record.saved_seconds)
+            if record is not None and is_latest:
                 series.move_latest(path, record.digest)
             if self._drain_policies:
-                prune(series, self._drain_policies, right_after_save=True)
+                prune(series, self._drain_policies, right_after_save=is_latest)
         except Exception as error:
             logger.warning("%s has arrived; latest and old checkpoints there stay as they are: %s", path, error)
 
