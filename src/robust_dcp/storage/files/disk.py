@@ -14,7 +14,6 @@ import secrets
 import stat
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -111,10 +110,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-_SWITCHING: Final = threading.Lock()
-"""Held while a file leaves direct I/O, which several threads may find refused at once."""
 
 
 class Disk:
@@ -253,9 +248,8 @@ class Disk:
             # A short direct write that ended within a block gives this error, too, because its rest is not aligned.
             if error.errno != errno.EINVAL or not was_direct or file.must_be_direct:
                 raise
-            with _SWITCHING:
-                if file.alignment is not None:
-                    self.use_page_cache(file, f"a direct write was refused: {error.message}")
+            if file.alignment is not None:  # else another thread has found that, too; to do it twice harms nobody
+                self.use_page_cache(file, f"a direct write was refused: {error.message}")
             self.pwrite(file, data, offset)
 
     # Each of these is one call to the system, or nearly so.
